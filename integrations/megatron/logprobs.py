@@ -1,0 +1,68 @@
+"""Log-probs of next tokens from the model's own logits: what scores when the loop hands over no function of its own."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mismatch_hooks.integrations.megatron.live_model import (
+    UnsupportedTrainerError,
+    gpt_model,
+    outermost,
+    parallel_sizes,
+)
+
+
+def token_logprobs(model: Any, input_ids: Tensor, *, vocab_size: int | None = None) -> Tensor:
+    """Return the log-prob of each next token under the present weights, normalised in fp32.
+
+    Args:
+        model: a ``GPTModel``, wrapped or not; tensor-parallel logits may stay sharded.
+        input_ids: ``[batch, sequence]`` int64, right-padded: causal attention hides the padding from what counts.
+        vocab_size: columns that are words; the padding beyond them is kept out of the log-sum-exp. None: all columns.
+
+    Returns:
+        ``[batch, sequence − 1]`` fp32, nats, on the model's device; position p is token p + 1.
+
+    Raises:
+        UnsupportedTrainerError: the model is split over pipeline or context ranks.
+    """
+    inner = gpt_model(model)
+    sizes = parallel_sizes(inner)
+    if sizes.pipeline > 1 or sizes.context > 1:
+        raise UnsupportedTrainerError(
+            f"token_logprobs: pipeline {sizes.pipeline}, context {sizes.context}; accepts 1 and 1: pass the loop's own "
+            "token_logprobs to MegatronBackend."
+        )
+    device = next(inner.parameters()).device
+    input_ids = input_ids.to(device)
+    sequence = input_ids.shape[1]
+    positions = torch.arange(sequence, device=device).expand_as(input_ids)
+    # Given, because megatron-core makes its default mask on a CUDA device. True hides a key.
+    mask = torch.ones(1, 1, sequence, sequence, dtype=torch.bool, device=device).triu(1)
+    logits = outermost(model)(input_ids, positions, mask)[:, :-1]
+    columns = vocab_size or inner.vocab_size
+    pairs = zip(logits, input_ids[:, 1:], strict=True)  # row by row: the fp32 copy of all logits would be the big one
+    if logits.shape[-1] == inner.vocab_size:
+        return torch.stack([_whole(row[:, :columns], chosen) for row, chosen in pairs])
+    return torch.stack([_sharded(row, chosen, columns, inner.pg_collection.tp) for row, chosen in pairs])
+
+
+def _whole(logits: Tensor, chosen: Tensor) -> Tensor:
+    return logits.float().log_softmax(dim=-1).gather(-1, chosen[:, None])[:, 0]
+
+
+def _sharded(logits: Tensor, chosen: Tensor, columns: int, group: Any) -> Tensor:
+    logits = logits.float()
+    first = dist.get_rank(group) * logits.shape[-1]
+    padding = torch.arange(first, first + logits.shape[-1], device=logits.device) >= columns
+    logits = logits.masked_fill(padding, float("-inf"))
+    largest = logits.amax(dim=-1)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    total = (logits - largest[:, None]).exp().sum(dim=-1)
+    dist.all_reduce(total, group=group)
+    here = (chosen >= first) & (chosen < first + logits.shape[-1])
+    picked = logits.gather(-1, (chosen - first).where(here, 0)[:, None])[:, 0].where(here, 0.0)
+    dist.all_reduce(picked, group=group)
+    return picked - largest - total.log()

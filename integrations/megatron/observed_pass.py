@@ -1,0 +1,86 @@
+"""Watch a pass from inside the model: how many forwards ran, which rotary table, which columns were normalised."""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from mismatch_hooks.schema.enums import Source
+from mismatch_hooks.schema.readback import Reading, Unobservable
+
+# Nats. Below, two normalisers cannot be told apart; above, a log-prob follows neither of them.
+_RESOLVABLE, _EXPLAINED = 1e-6, 1e-3
+_TOKENS = 16
+
+
+class ObservedPass:
+    """Counts forwards of a ``GPTModel`` for the length of a block.
+
+    Attributes:
+        forwards: model forwards begun.
+        frequencies: ``[rotary_dim / 2]`` fp32, row 1 of the rotary table that the last forward rotated with, or None.
+            megatron-core caches tables by length, so a table may be older than ``inv_freq``.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.forwards = 0
+        self.frequencies: Tensor | None = None
+        self._model = model
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Self:
+        self._handles = [self._model.register_forward_pre_hook(self._count)]
+        rotary = getattr(self._model, "rotary_pos_emb", None)
+        if rotary is not None:
+            self._handles.append(rotary.register_forward_hook(self._keep_row))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _count(self, module: Any, arguments: Any) -> None:
+        self.forwards += 1
+
+    def _keep_row(self, module: Any, arguments: Any, table: Any) -> None:
+        # Context-parallel ranks hold a slice of the table, and Yarn returns a pair.
+        if not isinstance(table, Tensor) or table.shape[0] < 2 or self._model.pg_collection.cp.size() > 1:
+            return
+        row = table[1].flatten().detach()
+        self.frequencies = (row[::2] if module.rotary_interleaved else row[: row.numel() // 2]).clone()
+
+
+def normalised_columns(
+    model: Any, called: Any, token_logprobs: Callable[[Any, Tensor], Tensor], vocab_size: int
+) -> Reading | Unobservable:
+    """Return over how many columns the log-prob function normalises, found by one forward of a few tokens.
+
+    Args:
+        model: the unwrapped ``GPTModel``, not sharded, with more columns than words.
+        called: what ``token_logprobs`` takes as its model.
+        token_logprobs: the function that scores.
+        vocab_size: columns that are words.
+    """
+    seen: list[Tensor] = []
+    handle = model.output_layer.register_forward_hook(lambda module, arguments, output: seen.append(output[0]))
+    try:
+        tokens = torch.linspace(0, vocab_size - 1, _TOKENS, device=next(model.parameters()).device).long()[None]
+        scored = token_logprobs(called, tokens)[0].float()
+    finally:
+        handle.remove()
+    logits, padded = seen[0][:-1, 0].float(), seen[0].shape[-1]  # [sequence, batch, columns]
+    over = {
+        width: logits[:, :width].log_softmax(dim=-1).gather(-1, tokens[0, 1:, None])[:, 0]
+        for width in (vocab_size, padded)
+    }
+    missed = {width: float((values - scored).abs().max()) for width, values in over.items()}
+    where = f"columns in the log-sum-exp, found by a forward of {_TOKENS} tokens"
+    if missed[vocab_size] > _EXPLAINED and missed[padded] > _EXPLAINED:
+        return Unobservable(
+            reason=f"the log-probs follow log_softmax over neither {vocab_size} nor {padded} columns: the log-prob "
+            "function transforms logits"
+        )
+    # Equal where the padding weighs nothing (masked inside the model): then only the words count.
+    width = padded if missed[padded] < missed[vocab_size] - _RESOLVABLE else vocab_size
+    return Reading(effective=width, source=Source.LIVE_MODULE, where=where)

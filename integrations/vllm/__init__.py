@@ -1,0 +1,23 @@
+"""vLLM, the rollout engine: ``VllmBackend`` to score and read back, ``sequences`` to capture, ``WorkerExtension``.
+
+Importing this package imports neither vLLM nor torch.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mismatch_hooks.integrations.vllm.backend import VllmBackend as VllmBackend
+    from mismatch_hooks.integrations.vllm.capture import sequences as sequences
+
+__all__ = ["WORKER_EXTENSION", "VllmBackend", "sequences"]
+
+WORKER_EXTENSION = "mismatch_hooks.integrations.vllm.worker.WorkerExtension"
+_HOMES = {"VllmBackend": "backend", "sequences": "capture"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

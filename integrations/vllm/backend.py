@@ -1,0 +1,379 @@
+"""vLLM as a scoring backend: log-probs by prefill, bindings, readback and digests of an ``LLM``."""
+
+import math
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from mismatch_hooks.integrations.vllm import WORKER_EXTENSION, capture, readback
+from mismatch_hooks.integrations.vllm.random_streams import random_streams_untouched
+from mismatch_hooks.integrations.vllm.worker import WorkerExtension
+from mismatch_hooks.live.registry import load_registry
+from mismatch_hooks.pipeline.bind import BindingError, RestoreError
+from mismatch_hooks.schema.capture import RolloutSequence
+from mismatch_hooks.schema.enums import Choice, ExecutionPath, PolicyRole, RebindCost, Source, SwitchStatus
+from mismatch_hooks.schema.freeze import thaw
+from mismatch_hooks.schema.readback import Readback, Reading, Unobservable
+from mismatch_hooks.schema.score import (
+    Binding,
+    CallCount,
+    Evidence,
+    LogprobShard,
+    Score,
+    ScoringSequence,
+    ShardSlice,
+    SwitchState,
+    WeightsDigest,
+)
+
+TESTED_VERSIONS = SpecifierSet(">=0.32,<0.33")
+# What only a new engine can change; a factor's own switch comes from its declaration.
+_REBUILD = {
+    "engine.compiled": RebindCost.ENGINE_REBUILD,
+    "model.dtype": RebindCost.ENGINE_REBUILD,
+    "model.head.dtype": RebindCost.ENGINE_REBUILD,
+    "operator.attention.implementation": RebindCost.ENGINE_REBUILD,
+    "rollout.kv_cache_dtype": RebindCost.ENGINE_REBUILD,
+    "rollout.logprobs_mode": RebindCost.ENGINE_REBUILD,
+    "rollout.prefix_caching": RebindCost.ENGINE_REBUILD,
+    "rollout.quantization": RebindCost.ENGINE_REBUILD,
+    "parallel.tensor": RebindCost.PROCESS_GROUP_REBUILD,
+    "parallel.pipeline": RebindCost.PROCESS_GROUP_REBUILD,
+    "engine.device": RebindCost.PROCESS_RESTART,
+}
+_GENERATION_CONFIG = "generation_config.json"
+
+
+class EngineSetupError(RuntimeError):
+    """The engine was not built in a way that can be examined; start-up must stop."""
+
+
+class ScoringError(ValueError):
+    """A batch that the engine cannot score as given."""
+
+
+class ScoringTimeout(TimeoutError):
+    """A scoring pass took longer than it may; its requests are aborted and the engine is idle."""
+
+
+class VllmBackend:
+    """The rollout side, around a ``vllm.LLM`` that was built with the worker extension.
+
+    Args:
+        llm: the engine, in this process or in its own, of any tensor or pipeline parallel size.
+        weight_version: returns the loop's label of the loaded weights; the engine's own label survives a reload
+            unchanged and is not used.
+
+    Raises:
+        EngineSetupError: another engine, a version outside the tested range, or no worker extension.
+    """
+
+    def __init__(self, llm: Any, *, weight_version: Callable[[], str] | None = None) -> None:
+        self._llm = llm
+        self._weight_version = weight_version
+        self._bindings: list[Binding] = []
+        self._passes = 0
+        _require_engine(llm)
+        self.mutation_count()
+        mode = self.read_back().effective("rollout.logprobs_mode")
+        self._logprobs_mode = mode if isinstance(mode, str) else str(self._config.model_config.logprobs_mode)
+
+    @property
+    def role(self) -> PolicyRole:
+        """The side that this engine plays."""
+        return PolicyRole.ROLLOUT
+
+    @property
+    def capabilities(self) -> Mapping[str, RebindCost]:
+        """Switch paths that this engine knows to the cost of flipping them; ``PER_REQUEST`` is live."""
+        declared = {
+            factor.switch.path: factor.switch.rebind_cost
+            for factor in load_registry().factors.values()
+            if self.role in factor.switch.roles
+        }
+        return {**_REBUILD, **declared}
+
+    @contextmanager
+    def bind(self, binding: Binding) -> Iterator[None]:
+        """Hold ``binding`` on every worker for the length of the block; bindings nest, the innermost counts calls.
+
+        Raises:
+            BindingError: a worker refused; every worker is as it was.
+            RestoreError: at the end of the block some worker does not hold what it held before.
+        """
+        depth = len(self._bindings)
+        plain = {"choices": thaw(binding.choices), "parameters": thaw(binding.parameters)}
+        try:
+            refused = {reply["refused"] for reply in self._call("mh_bind", plain, depth)} - {""}
+            if refused:
+                raise BindingError(" ".join(sorted(refused)))
+            self._bindings.append(binding)
+            yield
+        finally:
+            del self._bindings[depth:]
+            broken = [
+                f"rank {reply['rank']}: {why}" for reply in self._call("mh_unbind", depth) for why in reply["broken"]
+            ]
+            if broken:
+                raise RestoreError(" ".join(broken))
+
+    def score(self, sequences: Sequence[ScoringSequence], *, timeout_s: float | None = None) -> Score:
+        """Return the log-probs of the given response tokens by prefill under the binding in force, with evidence.
+
+        No random stream moves, here or in a worker, and no cache block of the pass is ever served to another request.
+
+        Args:
+            sequences: prompts with the responses to score; an empty response takes no part in the pass.
+            timeout_s: seconds; looked at between engine steps, so a pass ends at most one step later.
+
+        Returns:
+            One complete shard (the engine gathers over its ranks); fp32 nats, NaN where the engine delivered nothing.
+
+        Raises:
+            ScoringError: a sequence is too long, the engine returns logits, or requests of the loop are unfinished.
+            ScoringTimeout: the pass was aborted.
+        """
+        started = time.perf_counter()
+        self._require_scorable(sequences)
+        with random_streams_untouched():
+            try:
+                self._call("mh_begin_pass")
+                outputs = self._prefill(sequences, None if timeout_s is None else started + timeout_s)
+            finally:
+                passes = self._call("mh_end_pass")
+        slices = tuple(
+            ShardSlice(sequence=index, start=0, logprobs=_response_logprobs(sequence, outputs.get(index)))
+            for index, sequence in enumerate(sequences)
+        )
+        return Score(
+            path=ExecutionPath.ROLLOUT_FULL_PREFILL,
+            binding=self._bindings[-1] if self._bindings else Binding(role=self.role),
+            shards=(LogprobShard(rank=0, world_size=1, slices=slices),),
+            evidence=_evidence(passes),
+            seconds=time.perf_counter() - started,
+        )
+
+    def read_back(self) -> Readback:
+        """Return the effective settings of every worker, merged, and those of the engine around them."""
+        replies = self._call("mh_read_back")
+        settings = readback.merged({reply["rank"]: readback.from_plain(reply["settings"]) for reply in replies})
+        settings.update(readback.generation_defaults(self._config.model_config))
+        settings.update(self._scheduler_settings())
+        settings["weights.version"] = (
+            Unobservable(reason="the loop gives no label of its weights")
+            if self._weight_version is None
+            else Reading(effective=self._weight_version(), source=Source.REQUESTED, where="label given by the loop")
+        )
+        return Readback(role=self.role, settings=settings)
+
+    def weights_digest(self, prefixes: Sequence[str] | None = None) -> WeightsDigest:
+        """Return what is loaded, by content, under Hugging Face tensor names.
+
+        Args:
+            prefixes: only tensors whose name starts with one of these; all of them when None.
+        """
+        replies = self._call("mh_weights_digest", None if prefixes is None else list(prefixes))
+        return WeightsDigest(
+            role=self.role,
+            version=self._weight_version() if self._weight_version is not None else "",
+            tensors=_agreed([reply["tensors"] for reply in replies]),
+            derived=_agreed([reply["derived"] for reply in replies]),
+        )
+
+    def mutation_count(self) -> int:
+        """Return how many times a change of the loaded weights was seen between two calls, over all workers."""
+        return sum(int(reply["count"]) for reply in self._call("mh_mutation_count"))
+
+    def sequences(
+        self,
+        outputs: Sequence[Any],
+        sampling_params: Any = None,
+        *,
+        weight_version: str | None = None,
+        response_masks: Sequence[Sequence[bool]] | None = None,
+    ) -> tuple[RolloutSequence, ...]:
+        """Return the sampled sequences with the live engine's log-prob mode and the sources of their settings.
+
+        Args:
+            outputs: the finished ``RequestOutput`` objects of ``LLM.generate``.
+            sampling_params: what ``generate`` was given; None when it was given none, and the engine chose.
+            weight_version: label of the weights that sampled; the backend's own label when None.
+            response_masks: one for each completion, True on tokens that count.
+
+        Raises:
+            CaptureError: see ``capture.sequences``.
+        """
+        sources: dict[str, str] | None = None
+        if sampling_params is None:
+            sampling_params = self._llm.get_default_sampling_params()
+            supplied = self._config.model_config.get_diff_sampling_param()
+            sources = {
+                name: _GENERATION_CONFIG if name in supplied else Source.CLASS_DEFAULT.value
+                for name in capture.SETTINGS
+            }
+        label = weight_version if weight_version is not None else self._weight_version() if self._weight_version else ""
+        return capture.sequences(
+            outputs,
+            sampling_params,
+            weight_version=label,
+            response_masks=response_masks,
+            logprobs_mode=self._logprobs_mode,
+            sources=sources,
+        )
+
+    @property
+    def _config(self) -> Any:
+        return self._llm.llm_engine.vllm_config
+
+    def _call(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        replies: list[dict[str, Any]] = self._llm.collective_rpc(method, args=args)
+        return replies
+
+    def _scheduler_settings(self) -> dict[str, Reading | Unobservable]:
+        core = getattr(self._llm.llm_engine.engine_core, "engine_core", None)
+        scheduler = getattr(core, "scheduler", None)
+        if scheduler is None:  # the engine core runs in its own process
+            return {}
+        config = scheduler.scheduler_config
+        return {
+            "rollout.prefix_caching": Reading(
+                effective=bool(scheduler.kv_cache_manager.enable_caching),
+                source=Source.LIVE_MODULE,
+                where="scheduler.kv_cache_manager.enable_caching",
+            ),
+            "rollout.block_size": Reading(
+                effective=int(scheduler.block_size), source=Source.LIVE_MODULE, where="scheduler.block_size"
+            ),
+            "rollout.chunked_prefill": Reading(
+                effective=bool(config.enable_chunked_prefill),
+                source=Source.LIVE_MODULE,
+                where="scheduler.scheduler_config",
+            ),
+        }
+
+    def _require_scorable(self, sequences: Sequence[ScoringSequence]) -> None:
+        if self._logprobs_mode not in ("raw_logprobs", "processed_logprobs"):
+            raise ScoringError(
+                f"logprobs_mode is {self._logprobs_mode!r}, so the engine scores in logits; build the LLM with "
+                "logprobs_mode='raw_logprobs'."
+            )
+        limit = int(self._config.model_config.max_model_len)
+        for index, sequence in enumerate(sequences):
+            tokens = len(sequence.prompt_token_ids) + len(sequence.response_token_ids)
+            if tokens >= limit:
+                raise ScoringError(
+                    f"sequence {index} has {tokens} tokens; prefill scores at most {limit - 1}, one less than "
+                    f"max_model_len: build the LLM with max_model_len={tokens + 1} or more."
+                )
+        if self._llm.llm_engine.has_unfinished_requests():
+            raise ScoringError(
+                "the engine has unfinished requests, whose outputs a scoring pass would swallow; score "
+                "between rollouts."
+            )
+
+    def _prefill(self, sequences: Sequence[ScoringSequence], deadline: float | None) -> dict[int, Any]:
+        from vllm import SamplingParams
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        engine, self._passes = self._llm.llm_engine, self._passes + 1
+        names = {f"mismatch_hooks-{self._passes}-{i}": i for i, seq in enumerate(sequences) if seq.response_token_ids}
+        admitted: list[str] = []
+        finished: dict[int, Any] = {}
+        try:
+            for name, index in names.items():
+                sequence = sequences[index]
+                # The salt keeps blocks written under a binding from ever matching a request of the loop.
+                prompt = tokens_input(
+                    [*sequence.prompt_token_ids, *sequence.response_token_ids], cache_salt=uuid.uuid4().hex
+                )
+                params = SamplingParams(
+                    prompt_logprobs=0,
+                    max_tokens=1,
+                    temperature=0.0,
+                    detokenize=False,
+                    output_kind=RequestOutputKind.FINAL_ONLY,
+                )
+                admitted.append(engine.add_request(name, prompt, params))
+            while len(finished) < len(names):
+                if deadline is not None and time.perf_counter() > deadline:
+                    raise ScoringTimeout(
+                        f"scoring {len(names)} sequences ran out of time with {len(finished)} done; allow more seconds "
+                        "or sample fewer sequences."
+                    )
+                finished.update({names[output.request_id]: output for output in engine.step() if output.finished})
+        finally:
+            if len(finished) < len(admitted):
+                engine.abort_request(admitted, internal=True)
+        return finished
+
+
+def _require_engine(llm: Any) -> None:
+    import vllm
+
+    if not TESTED_VERSIONS.contains(vllm.__version__, prereleases=True):
+        raise EngineSetupError(
+            f"vllm {vllm.__version__} is installed; this integration is written against {TESTED_VERSIONS}. "
+            "Install a version in that range."
+        )
+    if not isinstance(llm, vllm.LLM):
+        raise EngineSetupError(f"VllmBackend got a {type(llm).__name__}; accepts a vllm.LLM.")
+    named = llm.llm_engine.vllm_config.parallel_config.worker_extension_cls
+    if not named or not _is_ours(named):
+        raise EngineSetupError(
+            f"this LLM has worker_extension_cls {named!r}; build it with LLM(…, "
+            f"worker_extension_cls={WORKER_EXTENSION!r}), or with a subclass of it."
+        )
+
+
+def _is_ours(named: str) -> bool:
+    module, _, name = named.rpartition(".")
+    found = getattr(import_module(module), name, None)
+    return isinstance(found, type) and issubclass(found, WorkerExtension)
+
+
+def _response_logprobs(sequence: ScoringSequence, output: Any) -> tuple[float, ...]:
+    if output is None or output.prompt_logprobs is None:
+        return (math.nan,) * len(sequence.response_token_ids)
+    start = len(sequence.prompt_token_ids)
+    found = (
+        (output.prompt_logprobs[start + offset] or {}).get(token)
+        for offset, token in enumerate(sequence.response_token_ids)
+    )
+    return tuple(math.nan if entry is None else float(entry.logprob) for entry in found)
+
+
+def _evidence(passes: Sequence[Mapping[str, Any]]) -> Evidence:
+    ranks = sorted(passes, key=lambda reply: int(reply["rank"]))
+    return Evidence(
+        forwards=tuple(int(reply["forwards"]) for reply in ranks),
+        calls=tuple(CallCount(**plain) for reply in ranks for plain in reply["calls"]),
+        switches=tuple(_switch(plain) for reply in ranks for plain in reply["switches"]),
+    )
+
+
+def _switch(plain: Mapping[str, Any]) -> SwitchState:
+    effective = plain["effective"]
+    return SwitchState(
+        factor=plain["factor"],
+        rank=plain["rank"],
+        requested=Choice(plain["requested"]),
+        effective=None if effective is None else Choice(effective),
+        status=SwitchStatus(plain["status"]),
+        trace=tuple(plain["trace"]),
+    )
+
+
+def _agreed(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Digests over ranks: each rank lists the tensors of its own pipeline stage; a copy that differs is not a value."""
+    found: dict[str, str] = {}
+    for tensors in ranks:
+        for name, digest in tensors.items():
+            if found.setdefault(name, digest) != digest:
+                found[name] = "unobservable: its copies differ between ranks"
+    return found

@@ -1,0 +1,219 @@
+"""The named methods that vLLM's workers gain: the only way in to the live model, plain data in and out.
+
+vLLM mixes the class into its worker by name (``LLM(worker_extension_cls=…)``), so the same code serves an engine in
+this process, in another one, tensor parallel, or behind a server. Written against vLLM 0.32.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from mismatch_hooks.live.registry import load_registry
+from mismatch_hooks.pipeline.bind import BindingError, CallCounter, PatchSite, RestoreError, patched, read_switches
+from mismatch_hooks.schema.enums import Choice, PolicyRole
+from mismatch_hooks.schema.freeze import thaw
+
+_ABSENT = object()
+Plain = dict[str, Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Bound:
+    """One binding in force on this worker.
+
+    Attributes:
+        choices: factor id to choice.
+        sites: factor id to every place its reference would replace.
+        before: what each replaced attribute's owner held itself, to prove the restoration by identity.
+        stack: closing it restores.
+        counter: calls of the bound implementations.
+    """
+
+    choices: dict[str, Choice]
+    sites: dict[str, Sequence[PatchSite]]
+    before: list[tuple[PatchSite, Any]]
+    stack: ExitStack = field(default_factory=ExitStack)
+    counter: CallCounter = field(default_factory=CallCounter)
+
+    @property
+    def replaced(self) -> list[PatchSite]:
+        """The sites that hold a reference."""
+        return [site for site, _ in self.before]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Pass:
+    """One scoring pass that is running.
+
+    Attributes:
+        put_back_streams: puts the random streams back.
+        remove_hook: takes the counting hook off the model.
+        forwards: model forwards counted so far.
+    """
+
+    put_back_streams: Callable[[], None]
+    remove_hook: Callable[[], None] = lambda: None
+    forwards: int = 0
+
+
+@dataclass(slots=True)
+class _State:
+    """What outlives one call; lives on the worker because every remote call is separate."""
+
+    bindings: list[_Bound] = field(default_factory=list)
+    running: _Pass | None = None
+    writes: int = 0
+    loaded: list[tuple[Callable[[], object] | None, int]] | None = None
+
+
+class WorkerExtension:
+    """Methods on every vLLM worker; each takes and returns JSON-able data and names its rank and the world size."""
+
+    def mh_read_back(self) -> Plain:
+        """Return the effective settings that this worker can read."""
+        from mismatch_hooks.integrations.vllm.readback import as_plain, live_settings
+
+        return self._mh_reply(settings=as_plain(live_settings(self)))
+
+    def mh_weights_digest(self, prefixes: list[str] | None = None) -> Plain:
+        """Return the digests of the live weights whose Hugging Face name starts with one of ``prefixes``, or of all."""
+        from mismatch_hooks.integrations.vllm.random_streams import random_streams_untouched
+        from mismatch_hooks.integrations.vllm.weights import derived_digests, weight_digests
+
+        with random_streams_untouched():
+            model = self._mh_model()
+            return self._mh_reply(tensors=weight_digests(model, prefixes), derived=derived_digests(model, prefixes))
+
+    def mh_mutation_count(self) -> Plain:
+        """Return how often this worker has seen its weights rewritten, between one call and the next."""
+        state, model = self._mh_state(), self._mh_model()
+        loaded = [_load_mark(module) for module in model.modules()]
+        if state.loaded is not None and _marks(state.loaded) != _marks(loaded):
+            state.writes += 1
+        state.loaded = loaded
+        return self._mh_reply(count=state.writes)
+
+    def mh_bind(self, binding: Plain, depth: int) -> Plain:
+        """Enter a binding above ``depth`` others; ``refused`` is empty, or the sentence that says why nothing changed.
+
+        Args:
+            binding: ``{"choices": {factor: "native" | "reference"}, "parameters": {factor: {…}}}``.
+            depth: bindings that must be in force already.
+        """
+        state = self._mh_state()
+        try:
+            if len(state.bindings) != depth:
+                raise BindingError(f"{len(state.bindings)} bindings are in force on this worker, not {depth}.")
+            state.bindings.append(_bind(self._mh_model(), binding))
+        except BindingError as error:
+            return self._mh_reply(refused=str(error))
+        return self._mh_reply(refused="")
+
+    def mh_unbind(self, depth: int) -> Plain:
+        """Leave every binding above ``depth``; ``broken`` lists what is not as it was before (empty when proven)."""
+        state, broken = self._mh_state(), []
+        while len(state.bindings) > depth:
+            broken += _unbind(state.bindings.pop())
+        return self._mh_reply(broken=broken)
+
+    def mh_begin_pass(self) -> Plain:
+        """Start counting: model forwards, and calls of what is bound; hold the random streams."""
+        from mismatch_hooks.integrations.vllm.random_streams import hold_random_streams
+
+        state, model = self._mh_state(), self._mh_model()
+        if state.running is not None:
+            self.mh_end_pass()
+        if state.bindings:
+            state.bindings[-1].counter.reset()
+        running = _Pass(put_back_streams=hold_random_streams())
+
+        def count(*_: object) -> None:
+            running.forwards += 1
+
+        running.remove_hook = model.register_forward_pre_hook(count).remove
+        state.running = running
+        return self._mh_reply()
+
+    def mh_end_pass(self) -> Plain:
+        """Stop counting and return the evidence of the pass, read while the binding is still in force."""
+        state = self._mh_state()
+        running, state.running = state.running, None
+        if running is None:
+            return self._mh_reply(forwards=0, calls=[], switches=[])
+        running.remove_hook()
+        running.put_back_streams()
+        if not state.bindings:
+            return self._mh_reply(forwards=running.forwards, calls=[], switches=[])
+        bound, rank = state.bindings[-1], int(self.rank)  # type: ignore[attr-defined]
+        # A replayed CUDA graph shows no forward; it made one all the same, and expecting none would clear the factor.
+        forwards = max(running.forwards, 1)
+        calls = bound.counter.counts(bound.replaced, forwards=forwards, rank=rank)
+        switches = read_switches(bound.choices, bound.sites, rank=rank)
+        return self._mh_reply(forwards=running.forwards, calls=thaw(calls), switches=thaw(switches))
+
+    def _mh_reply(self, **content: Any) -> Plain:
+        rank, parallel = self.rank, self.parallel_config  # type: ignore[attr-defined]
+        return {"rank": int(rank), "world_size": int(parallel.world_size), **content}
+
+    def _mh_model(self) -> Any:
+        return self.get_model()  # type: ignore[attr-defined]
+
+    def _mh_state(self) -> _State:
+        state: _State | None = vars(self).get("_mh_kept")
+        if state is None:
+            state = self._mh_kept = _State()
+        return state
+
+
+def _bind(model: Any, binding: Mapping[str, Any]) -> _Bound:
+    choices = {factor: Choice(choice) for factor, choice in binding["choices"].items()}
+    parameters = binding.get("parameters", {})
+    registry = load_registry()
+    unknown = sorted(set(choices) - set(registry.factors))
+    if unknown:
+        broken = "".join(f" {name} did not load: {why}." for name, why in registry.broken.items())
+        raise BindingError(
+            f"no factor {', '.join(unknown)} is registered in vLLM's worker; registered: "
+            f"{', '.join(registry.factors) or 'none'}.{broken}"
+        )
+    sites = {
+        factor: registry.adapter(factor).sites(factor, PolicyRole.ROLLOUT, model, parameters.get(factor, {}))
+        for factor in choices
+    }
+    replaced = [site for factor, choice in choices.items() if choice is Choice.REFERENCE for site in sites[factor]]
+    bound = _Bound(choices=choices, sites=sites, before=[(site, _held(site)) for site in replaced])
+    bound.stack.enter_context(patched(replaced, bound.counter))
+    return bound
+
+
+def _unbind(bound: _Bound) -> list[str]:
+    broken = []
+    try:
+        bound.stack.close()
+    except RestoreError as error:
+        broken.append(str(error))
+    for site, before in bound.before:
+        if _held(site) is not before:
+            broken.append(
+                f"{site.site}: {type(site.owner).__name__}.{site.name} is not what it was before the binding."
+            )
+    return broken
+
+
+def _held(site: PatchSite) -> Any:
+    return vars(site.owner).get(site.name, _ABSENT)
+
+
+def _load_mark(module: Any) -> tuple[Callable[[], object] | None, int]:
+    """What changes when a module is loaded again: its packed kernel (held weakly: it owns the weights) and versions."""
+    kernel = getattr(module, "cpu_linear", None)
+    parameters = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    versions = sum(0 if parameter.is_inference() else parameter._version for parameter in parameters)
+    return (None if kernel is None else weakref.ref(kernel), versions)
+
+
+def _marks(marks: Sequence[tuple[Callable[[], object] | None, int]]) -> list[tuple[int, int]]:
+    # A kernel that is gone must not equal a new one at its address.
+    return [(0 if kernel is None else id(kernel()) if kernel() is not None else -1, seen) for kernel, seen in marks]

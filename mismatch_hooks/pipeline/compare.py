@@ -1,0 +1,44 @@
+"""Compare the settings of the two sides, those that must match first."""
+
+from mismatch_hooks.schema.readback import Readback, Unobservable
+
+# Different values here are a mismatch by themselves, whatever the metrics say; in the order in which they are shown.
+MUST_MATCH = (
+    "model.norm.epsilon",
+    "model.rope.theta",
+    "model.rope.scaling_type",
+    "model.rope.inverse_frequency_last",
+    "model.dtype",
+    "model.head.dtype",
+    "model.vocab.size",
+    "model.vocab.logits_width",
+    "model.layers",
+    "model.tied_embeddings",
+)
+
+
+def differing_settings(rollout: Readback, training: Readback) -> list[str]:
+    """Return the keys that differ between the sides, those that must match first.
+
+    Outside ``MUST_MATCH`` only settings that both sides report are compared. A setting that must match and is
+    unobservable on a side counts as different: unobservable is not equal.
+    """
+    must_match = [key for key in MUST_MATCH if _differs(rollout, training, key)]
+    shared = sorted(set(rollout.settings) & set(training.settings) - set(MUST_MATCH))
+    return must_match + [key for key in shared if _differs(rollout, training, key)]
+
+
+def not_as_requested(readback: Readback) -> list[str]:
+    """Return the keys whose effective value is not the one that somebody asked for."""
+    return sorted(
+        key
+        for key, found in readback.settings.items()
+        if not isinstance(found, Unobservable) and found.differs_from_request
+    )
+
+
+def _differs(rollout: Readback, training: Readback, key: str) -> bool:
+    if key not in rollout.settings and key not in training.settings:
+        return False
+    ours, theirs = rollout.effective(key), training.effective(key)
+    return isinstance(ours, Unobservable) or isinstance(theirs, Unobservable) or ours != theirs

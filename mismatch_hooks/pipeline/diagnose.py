@@ -1,0 +1,146 @@
+"""Read the four arms of one factor, gates first, so that no unmeasured arm is ever read."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mismatch_hooks.pipeline.score import ArmTokens
+from mismatch_hooks.pipeline.statistics import LEVEL, RELEVANT_SHARE, paired_effect
+from mismatch_hooks.schema.enums import Arm, Diagnosis, GateName
+from mismatch_hooks.schema.verdict import Gate, PairedEffect
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A diagnosis with the sentence that explains it, and the effects it was read from."""
+
+    diagnosis: Diagnosis
+    reason: str
+    effects: tuple[PairedEffect, ...] = ()
+
+
+# (rollout_reference_only, training_reference_only, both_reference) lowers the mismatch, from the NATIVE origin.
+_FROM_NATIVE = {
+    (True, False, True): Diagnosis.CAUSED_BY_ROLLOUT_SIDE,
+    (False, True, True): Diagnosis.CAUSED_BY_TRAINING_SIDE,
+    (False, False, True): Diagnosis.CAUSED_BY_BOTH_SIDES,
+    (True, False, False): Diagnosis.COUPLED_WITH_OTHER_FACTORS,
+    (False, True, False): Diagnosis.COUPLED_WITH_OTHER_FACTORS,
+    # Either swap alone helps: the side cannot be told from here, only from the aligned origin.
+    (True, True, True): Diagnosis.INSUFFICIENT_EVIDENCE,
+    (True, True, False): Diagnosis.INSUFFICIENT_EVIDENCE,
+    (False, False, False): Diagnosis.INSUFFICIENT_EVIDENCE,
+}
+
+
+def blocked(gates: Sequence[Gate]) -> Finding | None:
+    """Return what a failed gate makes of the verdict, or None when all gates hold."""
+    failed = [gate for gate in gates if not gate.ok]
+    if not failed:
+        return None
+    did_not_apply = any(gate.name is GateName.SWITCH_EFFECTIVE for gate in failed)
+    diagnosis = Diagnosis.VARIANT_DID_NOT_APPLY if did_not_apply else Diagnosis.INSUFFICIENT_EVIDENCE
+    return Finding(diagnosis=diagnosis, reason=" ".join(gate.reason for gate in failed))
+
+
+def diagnose_from_native(arms: Mapping[Arm, ArmTokens], *, epsilon_low: float, epsilon_high: float) -> Finding:
+    """Read four arms at a noisy floor: every other operator is native, so a swap also re-draws their rounding.
+
+    NOT_THIS_FACTOR is said only when the reference changes no bit on either side, or when nothing differs natively.
+    An arm that does not lower the mismatch clears nobody: sources saturate, and one of several can be removed without
+    an effect. Then the answer is INSUFFICIENT_EVIDENCE, with what these tokens could have resolved.
+
+    Callers pass gates through ``blocked`` first.
+    """
+    native = arms[Arm.BOTH_NATIVE]
+    tokens = native.training.size
+    if tokens == 0:
+        return Finding(
+            diagnosis=Diagnosis.INSUFFICIENT_EVIDENCE, reason="No active token was scored; nothing was measured."
+        )
+    for arm, values in arms.items():
+        missing = int((~np.isfinite(values.dlogp)).sum())
+        if missing and arm is Arm.BOTH_NATIVE:
+            reason = f"{missing} of {tokens} tokens have a log-prob that is NaN or infinite in both_native."
+            return Finding(diagnosis=Diagnosis.INSUFFICIENT_EVIDENCE, reason=reason)
+        if missing:
+            reason = (
+                f"The reference gives {missing} of {tokens} tokens a log-prob that is NaN or infinite ({arm.value})."
+            )
+            return Finding(diagnosis=Diagnosis.REFERENCE_ITSELF_IS_BROKEN, reason=reason)
+    effects = tuple(
+        paired_effect(arm, arms[arm], native, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
+        for arm in Arm
+        if arm is not Arm.BOTH_NATIVE
+    )
+    if not np.any(native.dlogp):
+        reason = f"All {tokens} tokens are equal to the bit natively; there is no mismatch to attribute."
+        return Finding(diagnosis=Diagnosis.NOT_THIS_FACTOR, reason=reason, effects=effects)
+    if not any(effect.bits_changed for effect in effects):
+        reason = f"The reference changes no bit of any of {tokens} tokens on either side."
+        return Finding(diagnosis=Diagnosis.NOT_THIS_FACTOR, reason=reason, effects=effects)
+    mismatch = float(np.abs(native.dlogp).mean())
+    by_arm = {effect.arm: effect for effect in effects}
+    lowers = (
+        _lowers(by_arm[Arm.ROLLOUT_REFERENCE_ONLY], mismatch),
+        _lowers(by_arm[Arm.TRAINING_REFERENCE_ONLY], mismatch),
+        _lowers(by_arm[Arm.BOTH_REFERENCE], mismatch),
+    )
+    return Finding(diagnosis=_FROM_NATIVE[lowers], reason=_explain(lowers, by_arm, mismatch), effects=effects)
+
+
+def _lowers(effect: PairedEffect, mismatch: float) -> bool:
+    fewer_clipped = effect.clip_clustered_p_value <= LEVEL and effect.clip_events_removed > effect.clip_events_added
+    smaller = effect.p_value <= LEVEL and effect.dlogp_change <= -RELEVANT_SHARE * mismatch
+    return fewer_clipped or smaller
+
+
+def _explain(lowers: tuple[bool, bool, bool], effects: Mapping[Arm, PairedEffect], mismatch: float) -> str:
+    rollout, training, both = (
+        _change(effects[arm], mismatch)
+        for arm in (Arm.ROLLOUT_REFERENCE_ONLY, Arm.TRAINING_REFERENCE_ONLY, Arm.BOTH_REFERENCE)
+    )
+    if not any(lowers):
+        return _unresolved(effects, mismatch)
+    if lowers[0] and lowers[1]:
+        return (
+            "Either reference alone lowers the mismatch, and the native origin cannot tell the side. "
+            f"On rollout: {rollout}. On training: {training}."
+        )
+    if not lowers[2]:
+        return (
+            "One side's reference lowers the mismatch and both together do not: this factor interacts with operators "
+            f"that are still native. With both: {both}."
+        )
+    if lowers[0]:
+        return f"The reference on rollout alone lowers the mismatch: {rollout}."
+    if lowers[1]:
+        return f"The reference on training alone lowers the mismatch: {training}."
+    return f"Only both references together lower the mismatch, so each side departs from the reference: {both}."
+
+
+def _change(effect: PairedEffect, mismatch: float) -> str:
+    low, high = effect.interval
+    clipped = effect.clip_events_added - effect.clip_events_removed
+    return (
+        f"mean |dlogp| {mismatch:.4f} → {mismatch + effect.dlogp_change:.4f} "
+        f"(change in [{low:+.4f}, {high:+.4f}]), clipped tokens {clipped:+d} of {effect.tokens}"
+    )
+
+
+def _unresolved(effects: Mapping[Arm, PairedEffect], mismatch: float) -> str:
+    effect = max(effects.values(), key=lambda effect: effect.resolvable)
+    reason = (
+        f"No reference lowers the mean |dlogp| of {mismatch:.4f}: {effect.tokens} tokens of {effect.sequences} "
+        f"sequences resolve a change of {effect.resolvable:.4f} or more"
+    )
+    if effect.tokens_needed is None:
+        return f"{reason}; score more sequences (10 at least) to resolve anything."
+    relevant = RELEVANT_SHARE * mismatch
+    if effect.tokens_needed > effect.tokens:
+        return f"{reason}, and about {effect.tokens_needed} tokens would resolve {relevant:.4f}, a tenth of it."
+    return (
+        f"{reason}. From native, one source of several can be removed without an effect, so this clears nobody: "
+        "the aligned origin would tell."
+    )

@@ -1,0 +1,86 @@
+"""Combine one native and one reference pass of each role into the four arms."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mismatch_hooks.pipeline.metrics import from_lists, measure
+from mismatch_hooks.schema.enums import Arm, Choice, PolicyRole
+from mismatch_hooks.schema.score import Score, ScoringSequence
+from mismatch_hooks.schema.verdict import ArmReading
+
+FloatArray = NDArray[np.float64]
+PassKey = tuple[PolicyRole, Choice]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ArmTokens:
+    """The active tokens of one arm, in one order for all arms.
+
+    Attributes:
+        training: ``[tokens]`` fp64, nats; NaN where no shard covered the token.
+        rollout: ``[tokens]`` fp64, nats; likewise.
+        sequence: ``[tokens]`` index of the sequence that each token belongs to.
+    """
+
+    training: FloatArray
+    rollout: FloatArray
+    sequence: NDArray[np.int64]
+
+    @property
+    def dlogp(self) -> FloatArray:
+        """Training − rollout, nats."""
+        difference: FloatArray = self.training - self.rollout
+        return difference
+
+
+def response_logprobs(score: Score, sequences: Sequence[ScoringSequence]) -> list[list[float]]:
+    """Return one list a sequence, one value a response token; NaN where no shard has it, which a gate judges."""
+    rows = [[math.nan] * len(sequence.response_token_ids) for sequence in sequences]
+    for shard in score.shards:
+        for piece in shard.slices:
+            if 0 <= piece.sequence < len(rows):
+                row = rows[piece.sequence]
+                stop = min(piece.start + len(piece.logprobs), len(row))
+                row[piece.start : stop] = piece.logprobs[: stop - piece.start]
+    return rows
+
+
+def read_arms(
+    passes: Mapping[PassKey, Score],
+    sequences: Sequence[ScoringSequence],
+    *,
+    epsilon_low: float,
+    epsilon_high: float,
+) -> tuple[dict[Arm, ArmTokens], tuple[ArmReading, ...]]:
+    """Return each arm's active tokens and metrics; an arm is two passes, so four passes make four arms.
+
+    Args:
+        passes: role and choice to its score; all four must be there.
+        sequences: what was scored.
+        epsilon_low: clip range, as read back from the loop.
+        epsilon_high: likewise.
+    """
+    rows = {key: response_logprobs(score, sequences) for key, score in passes.items()}
+    masks = [sequence.response_mask for sequence in sequences]
+    owner = np.repeat(np.arange(len(sequences)), [sum(mask) for mask in masks])
+    tokens: dict[Arm, ArmTokens] = {}
+    readings = []
+    for arm in Arm:
+        training = rows[PolicyRole.TRAINING, arm.choices[PolicyRole.TRAINING]]
+        rollout = rows[PolicyRole.ROLLOUT, arm.choices[PolicyRole.ROLLOUT]]
+        tokens[arm] = ArmTokens(training=_active(training, masks), rollout=_active(rollout, masks), sequence=owner)
+        padded = from_lists(training, rollout, masks)
+        state = measure(*padded, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
+        readings.append(ArmReading(arm=arm, metrics=state.finalize()))
+    return tokens, tuple(readings)
+
+
+def _active(rows: Sequence[Sequence[float]], masks: Sequence[Sequence[bool]]) -> FloatArray:
+    return np.array(
+        [value for row, mask in zip(rows, masks, strict=True) for value, keep in zip(row, mask, strict=True) if keep],
+        dtype=np.float64,
+    )

@@ -1,0 +1,161 @@
+"""The four gates: what must hold before an arm may be read. A gate that was not observed does not hold."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from mismatch_hooks.pipeline.score import PassKey
+from mismatch_hooks.schema.enums import Choice, GateName, PolicyRole, SwitchStatus
+from mismatch_hooks.schema.factor import MismatchFactor
+from mismatch_hooks.schema.score import LogprobShard, Score, ScoringSequence, SwitchState
+from mismatch_hooks.schema.verdict import Gate
+
+
+def verify(
+    factor: MismatchFactor,
+    passes: Mapping[PassKey, Score],
+    other_side: Mapping[PolicyRole, Sequence[SwitchState]],
+    sequences: Sequence[ScoringSequence],
+    pitfalls: Sequence[str],
+) -> tuple[Gate, ...]:
+    """Evaluate all four gates of one factor, in order.
+
+    Args:
+        factor: what was examined.
+        passes: role and choice to its score.
+        other_side: role that was on the reference to what the *other* role's switches read at that moment.
+        sequences: what was scored.
+        pitfalls: sentences of the guards that were tripped.
+    """
+    return (
+        switch_effective(factor, passes, other_side),
+        evidence_complete(factor, passes),
+        shards_complete(passes, sequences),
+        pitfalls_clear(pitfalls),
+    )
+
+
+def switch_effective(
+    factor: MismatchFactor,
+    passes: Mapping[PassKey, Score],
+    other_side: Mapping[PolicyRole, Sequence[SwitchState]],
+) -> Gate:
+    """Hold when each pass read back the choice it asked for on its own role, and native on the other role."""
+    problems: list[str] = []
+    for (role, choice), score in passes.items():
+        states = [state for state in score.evidence.switches if state.factor == factor.id]
+        problems += _switch_problems(factor, role, choice, states)
+    for role in factor.switch.roles:
+        other = PolicyRole.TRAINING if role is PolicyRole.ROLLOUT else PolicyRole.ROLLOUT
+        states = [state for state in other_side.get(role, ()) if state.factor == factor.id]
+        leaks = _switch_problems(factor, other, Choice.NATIVE, states)
+        problems += [f"{leak[:-1]} while only {role.value} was on the reference." for leak in leaks]
+    if problems:
+        return Gate(name=GateName.SWITCH_EFFECTIVE, ok=False, reason=" ".join(problems))
+    return Gate(
+        name=GateName.SWITCH_EFFECTIVE,
+        ok=True,
+        reason=f"{factor.switch.path} read back as requested in {len(passes)} passes, and native on the other side.",
+    )
+
+
+def _switch_problems(
+    factor: MismatchFactor, role: PolicyRole, choice: Choice, states: Sequence[SwitchState]
+) -> list[str]:
+    if not states:
+        return [f"{factor.switch.path} was not read back on {role.value} with {choice.value} requested."]
+    problems = []
+    for state in states:
+        if state.effective is choice and state.status is SwitchStatus.APPLIED:
+            continue
+        found = state.effective.value if state.effective else state.status.value
+        detail = f" ({'; '.join(state.trace)})" if state.trace else ""
+        problems.append(
+            f"{factor.switch.path} on {role.value} rank {state.rank}: requested {choice.value}, effective "
+            f"{found}{detail}."
+        )
+    return problems
+
+
+def evidence_complete(factor: MismatchFactor, passes: Mapping[PassKey, Score]) -> Gate:
+    """Hold when every declared call site ran the bound reference exactly as often as the counted forwards demand."""
+    problems: list[str] = []
+    ran = 0
+    for (role, choice), score in passes.items():
+        if not score.evidence.forwards or not all(score.evidence.forwards):
+            problems.append(f"No model forward was counted on {role.value} with {choice.value} bound.")
+        if choice is not Choice.REFERENCE:
+            continue
+        counts = [count for count in score.evidence.calls if count.factor == factor.id]
+        declared = {site.name for site in factor.call_sites if site.role is role}
+        missing = declared - {count.site for count in counts}
+        problems += [f"No evidence from {name} on {role.value}." for name in sorted(missing)]
+        for count in counts:
+            ran += count.observed
+            if count.expected < 1 or count.observed != count.expected:
+                problems.append(
+                    f"{count.observed} of {count.expected} calls of the bound {count.site} ran on {role.value} rank "
+                    f"{count.rank}; a compiled graph or stored forward skips the reference, so run the engine eagerly."
+                )
+    if problems:
+        return Gate(name=GateName.EVIDENCE_COMPLETE, ok=False, reason=" ".join(problems))
+    return Gate(
+        name=GateName.EVIDENCE_COMPLETE, ok=True, reason=f"All {ran} calls of the bound call sites ran the reference."
+    )
+
+
+def shards_complete(passes: Mapping[PassKey, Score], sequences: Sequence[ScoringSequence]) -> Gate:
+    """Hold when, in every pass, ranks 0 … world_size − 1 sent one shard each, covering each active token once."""
+    problems: list[str] = []
+    for (role, choice), score in passes.items():
+        where = f"{role.value} with {choice.value} bound"
+        problems += [f"{problem} ({where})." for problem in _shard_problems(score.shards, sequences)]
+    if problems:
+        return Gate(name=GateName.SHARDS_COMPLETE, ok=False, reason=" ".join(problems))
+    worlds = sorted({len(score.shards) for score in passes.values()})
+    return Gate(
+        name=GateName.SHARDS_COMPLETE,
+        ok=True,
+        reason=f"Each of {len(passes)} passes has every shard ({', '.join(map(str, worlds))}) and covers "
+        "each token once.",
+    )
+
+
+def _shard_problems(shards: Sequence[LogprobShard], sequences: Sequence[ScoringSequence]) -> list[str]:
+    if not shards:
+        return ["No shard arrived"]
+    worlds = {shard.world_size for shard in shards}
+    if len(worlds) > 1:
+        return [f"Shards disagree on the world size: {sorted(worlds)}"]
+    world = worlds.pop()
+    ranks = sorted(shard.rank for shard in shards)
+    if ranks != list(range(world)):
+        return [f"Shards from ranks {ranks} arrived, one from each of 0 to {world - 1} is needed"]
+    covered = [[0] * len(sequence.response_token_ids) for sequence in sequences]
+    for shard in shards:
+        for piece in shard.slices:
+            if not 0 <= piece.sequence < len(covered):
+                return [f"Rank {shard.rank} names sequence {piece.sequence} of {len(covered)}"]
+            row = covered[piece.sequence]
+            if piece.start < 0 or piece.start + len(piece.logprobs) > len(row):
+                stop = piece.start + len(piece.logprobs)
+                return [
+                    f"Rank {shard.rank} covers tokens {piece.start} to {stop} of sequence {piece.sequence}, "
+                    f"which has {len(row)}"
+                ]
+            for position in range(piece.start, piece.start + len(piece.logprobs)):
+                row[position] += 1
+    return list(_coverage_problems(covered, sequences))[:4]
+
+
+def _coverage_problems(covered: Sequence[Sequence[int]], sequences: Sequence[ScoringSequence]) -> Iterable[str]:
+    for index, (row, sequence) in enumerate(zip(covered, sequences, strict=True)):
+        for position, (times, active) in enumerate(zip(row, sequence.response_mask, strict=True)):
+            if active and times != 1:
+                yield f"Token {position} of sequence {index} was covered {times} times"
+                break
+
+
+def pitfalls_clear(sentences: Sequence[str]) -> Gate:
+    """Hold when no guard was tripped."""
+    if sentences:
+        return Gate(name=GateName.PITFALLS_CLEAR, ok=False, reason=" ".join(sentences))
+    return Gate(name=GateName.PITFALLS_CLEAR, ok=True, reason="No known trap invalidates the reading.")

@@ -1,0 +1,51 @@
+"""The one surface that an engine offers to the pipeline."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from mismatch_hooks.schema.enums import PolicyRole, RebindCost
+from mismatch_hooks.schema.readback import Readback
+from mismatch_hooks.schema.score import Binding, Score, ScoringSequence, SwitchState, WeightsDigest
+
+
+class ScoringBackend(Protocol):
+    """One engine, reached only through plain data, so that it may live in this process, another one, or many ranks."""
+
+    @property
+    def role(self) -> PolicyRole:
+        """The side that this engine plays."""
+        ...
+
+    @property
+    def capabilities(self) -> Mapping[str, RebindCost]:
+        """Switch paths that this engine knows to the cost of flipping them; ``PER_REQUEST`` is live."""
+        ...
+
+    def bind(self, binding: Binding) -> AbstractContextManager[None]:
+        """Hold ``binding`` for the length of the block; always restore, exceptions included.
+
+        Raises:
+            BindingError: the binding cannot be applied, or what was restored is not what was there.
+        """
+        ...
+
+    def score(self, sequences: Sequence[ScoringSequence], *, timeout_s: float | None = None) -> Score:
+        """Return the log-probs of the given response tokens under the binding in force, with evidence."""
+        ...
+
+    def switch_states(self, binding: Binding) -> tuple[SwitchState, ...]:
+        """Return what the live objects hold for the factors that ``binding`` names; binds and scores nothing."""
+        ...
+
+    def read_back(self) -> Readback:
+        """Return the effective settings."""
+        ...
+
+    def weights_digest(self, prefixes: Sequence[str] | None = None) -> WeightsDigest:
+        """Return what is loaded, by content, under Hugging Face tensor names; all, or those with a given prefix."""
+        ...
+
+    def mutation_count(self) -> int:
+        """Return a cheap counter that grows whenever a weight is written in place; equal means "probably unchanged"."""
+        ...

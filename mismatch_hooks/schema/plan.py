@@ -1,0 +1,70 @@
+"""What an ablation will do: which factors run, in which order, at what cost, and what is left out and why."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mismatch_hooks.schema.enums import Origin, PlanOutcome, PolicyRole, RebindCost
+from mismatch_hooks.schema.factor import MismatchFactor, ReferenceImplementation
+from mismatch_hooks.schema.freeze import FrozenMapping
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What discovery may rely on; gathered by the caller, so that discovery itself reads nothing.
+
+    Attributes:
+        packages: installed distribution name to version.
+        cuda_devices: visible CUDA devices.
+        model_traits: traits of the model's shape.
+        capabilities: role to (switch path to the cost of flipping it there).
+    """
+
+    packages: Mapping[str, str]
+    cuda_devices: int
+    model_traits: tuple[str, ...]
+    capabilities: Mapping[PolicyRole, Mapping[str, RebindCost]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "packages", FrozenMapping(self.packages))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One factor after discovery.
+
+    Attributes:
+        factor: the declaration.
+        outcome: ``PLANNED`` when it can run here and now.
+        reference: the implementation that will run; None when it will not.
+        reason: why it does not run, or which preferred implementations were passed over and why.
+    """
+
+    factor: MismatchFactor
+    outcome: PlanOutcome
+    reference: ReferenceImplementation | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The factors of one ablation, cheapest rebind first.
+
+    Attributes:
+        origin: what the other factors are bound to.
+        cases: what runs, in order.
+        left_out: what does not, with the reason.
+    """
+
+    origin: Origin
+    cases: tuple[Candidate, ...]
+    left_out: tuple[Candidate, ...]
+
+    @property
+    def passes(self) -> int:
+        """Scoring passes: native once a role, the reference once a role and factor."""
+        return 2 + 2 * len(self.cases) if self.cases else 0
+
+    @property
+    def passes_with_restoration_proof(self) -> int:
+        """``passes`` plus one native repeat a role, which proves determinism and restoration."""
+        return self.passes + 2 if self.cases else 0

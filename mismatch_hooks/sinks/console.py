@@ -1,0 +1,314 @@
+"""What a person reads while the run goes on and when it ends; as functions, so that ``tail`` shows the same."""
+
+import io
+import math
+import shutil
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from mismatch_hooks.schema.enums import Diagnosis
+from mismatch_hooks.sinks.event import Event
+from mismatch_hooks.sinks.summary import RunningSummary
+
+WIDTH = 100
+_MOST_DIFFERENCES = 12
+_VALUE_WIDTH = 26
+_SUMMARY_METRICS = (
+    "clip_fraction",
+    "dlogp_mean",
+    "dlogp_signed_mean",
+    "dlogp_p99",
+    "dlogp_max",
+    "ratio_max",
+    "k3",
+    "bitwise_fraction",
+    "nonfinite",
+)
+_SEVERITY_STYLES = {"info": "cyan", "warning": "yellow", "critical": "bold red"}
+
+
+class ConsoleSink:
+    """Print verdicts, differences, alerts, errors and the closing summary on standard error; no line for a step."""
+
+    name = "console"
+    confirms_on_emit = True
+
+    def __init__(self) -> None:
+        self._summary = RunningSummary()
+        self._differences_shown = False
+
+    def open(self) -> None:
+        """Need nothing."""
+
+    def emit(self, event: Event) -> None:
+        """Print the event if a person should see it."""
+        self._summary.observe(event)
+        if event.ends_run:
+            write(render_summary(self._summary))
+        elif event.type == "readback" and self._differences_shown:
+            return  # the same settings at every ablation; a change of them is an alert of its own
+        else:
+            self._differences_shown |= event.type == "readback"
+            rendered = render_event(event)
+            if rendered is not None:
+                write(rendered)
+
+    def close(self) -> None:
+        """Need nothing."""
+
+    def where(self) -> str:
+        """Return nothing: what was printed is gone."""
+        return ""
+
+    def undelivered(self) -> Sequence[int]:
+        """Return nothing: an ``emit`` that returned has delivered."""
+        return ()
+
+
+def write(renderable: RenderableType) -> None:
+    """Print on standard error, at most ``WIDTH`` columns wide, above a progress bar where one is shown."""
+    # A rich console of our own would reach past the stand-in for sys.stderr that a live progress bar has put up, and
+    # tear the bar apart; text written to the stand-in is shown above it.
+    width = min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
+    text = io.StringIO()
+    Console(
+        file=text, width=width, force_terminal=sys.stderr.isatty(), highlight=False, markup=False, emoji=False
+    ).print(renderable)
+    sys.stderr.write(text.getvalue())
+    sys.stderr.flush()
+
+
+def render_event(event: Event) -> RenderableType | None:
+    """Return what a person is shown of one event when it happens; None for what is only counted."""
+    match event.type:
+        case "verdict":
+            return render_verdict(event.payload, step=event.step)
+        case "readback":
+            differences = event.payload.get("differences", ())
+            return render_differences(differences) if differences else None
+        case "alert":
+            return render_alert(event.payload, step=event.step)
+        case "error":
+            return render_error(event.payload, step=event.step)
+    return None
+
+
+def render_verdict(verdict: Mapping[str, Any], *, step: int | None = None) -> RenderableType:
+    """Return a verdict as a panel: the diagnosis, its reason, the arms, the gates and what to do.
+
+    Args:
+        verdict: the payload of a ``verdict`` event.
+        step: the loop's step that was examined.
+    """
+    at = "" if step is None else f" · step {step}"
+    title = f"{verdict['factor']} · from {verdict['origin']}{at}"
+    facts = _facts()
+    facts.add_row("verdict", Text(_words(verdict["diagnosis"]), style=f"bold {_style(verdict['diagnosis'])}"))
+    facts.add_row("because", verdict["reason"])
+    parts: list[RenderableType] = [facts]
+    if verdict.get("arms"):
+        parts += ["", render_arms(verdict["arms"], verdict.get("effects", {}))]
+    after = _facts()
+    for name, gate in verdict["gates"].items():
+        mark = Text("ok", style="green") if gate["ok"] else Text("BLOCKED", style="bold red")
+        after.add_row(f"gate {name}", Text.assemble(mark, f"  {gate['reason']}"))
+    if verdict.get("recommendation"):
+        after.add_row("do", Text(verdict["recommendation"], style="bold"))
+    after.add_row("spent", _spent(verdict))
+    return Panel(Group(*parts, "", after), title=Text(title), title_align="left", padding=(0, 1))
+
+
+def render_arms(arms: Mapping[str, Mapping[str, Any]], effects: Mapping[str, Mapping[str, Any]]) -> RenderableType:
+    """Return one row an arm: mean |dlogp|, clip_fraction, and the change against both_native with its interval."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for heading in ("arm", "dlogp_mean", "clip_fraction", "change of dlogp_mean [interval]"):
+        table.add_column(heading, justify="left" if heading == "arm" else "right", no_wrap=True)
+    for name, metrics in arms.items():
+        effect = effects.get(name)
+        table.add_row(name, figure(metrics.get("dlogp_mean")), figure(metrics.get("clip_fraction")), _change(effect))
+    return table
+
+
+def render_differences(differences: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """Return the settings that the two sides do not share, in the order given."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("setting", no_wrap=True, max_width=40)
+    table.add_column("training", max_width=_VALUE_WIDTH)
+    table.add_column("rollout", max_width=_VALUE_WIDTH)
+    for difference in differences[:_MOST_DIFFERENCES]:
+        table.add_row(str(difference["key"]), _value(difference.get("training")), _value(difference.get("rollout")))
+    more = len(differences) - _MOST_DIFFERENCES
+    parts: list[RenderableType] = [Text(f"{_count(len(differences), 'setting')} in effect that the two sides do not share:"), table]
+    if more > 0:
+        parts.append(Text(f"and {more} more, in the readback events", style="dim"))
+    return Group(*parts)
+
+
+def render_alert(alert: Mapping[str, Any], *, step: int | None = None) -> RenderableType:
+    """Return an alert: what happened, since when, what to do."""
+    style = _SEVERITY_STYLES.get(str(alert.get("severity", "")), "yellow")
+    at = "" if step is None else f"  step {step}"
+    head = Text.assemble((f"ALERT {alert.get('state', '')}", style), f"{at}  {alert['title']}")
+    parts: list[RenderableType] = [head, Text(f"  {alert['text']}")]
+    if alert.get("recommendation"):
+        parts.append(Text(f"  {alert['recommendation']}"))
+    return Group(*parts)
+
+
+def render_error(error: Mapping[str, Any], *, step: int | None = None) -> RenderableType:
+    """Return an error that the hooks kept from the run."""
+    at = "" if step is None else f" at step {step}"
+    head = Text("mismatch_hooks ", style="yellow")
+    return Text.assemble(head, f"{error['cause']} failed{at}, training goes on: {error['message']}")
+
+
+def render_step(event: Event, *, overhead: Mapping[str, Any]) -> RenderableType:
+    """Return one line for a step: the loop's reward and loss where it passed them, the mismatch, the hooks' cost.
+
+    Args:
+        event: of type ``step``.
+        overhead: the latest overhead metrics; empty when there are none yet.
+    """
+    host, metrics = event.payload.get("host", {}), event.payload.get("metrics", {})
+    columns = [f"step {event.step:>5}"]
+    columns += [f"{name} {figure(host[name])}" for name in ("reward", "loss") if name in host]
+    columns += [f"clip_fraction {figure(metrics.get('clip_fraction'))}", f"|dlogp| {figure(metrics.get('dlogp_mean'))}"]
+    if "overhead_fraction" in overhead:
+        columns.append(f"hooks {overhead['overhead_fraction']:.1%}")
+    return Text("  ".join(columns))
+
+
+def render_summary(summary: RunningSummary) -> RenderableType:
+    """Return the closing words: metrics, each factor's verdict and gates, what to do, what failed, where things are."""
+    facts = _facts()
+    facts.add_row("steps", f"{summary.steps} ({summary.state or 'no end recorded'})")
+    known = [name for name in _SUMMARY_METRICS if name in summary.last]
+    parts: list[RenderableType] = [facts]
+    if known:
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+        table.add_column("metric")
+        table.add_column("last step", justify="right")
+        table.add_column("worst step", justify="right")
+        for name in known:
+            peak = figure(summary.peak[name]) if name in summary.peak else ""
+            table.add_row(name, figure(summary.last[name]), peak)
+        parts += ["", table]
+    for verdict in summary.verdicts.values():
+        parts += ["", _verdict_in_short(verdict)]
+    rest = _facts()
+    for left in summary.left_out:
+        rest.add_row(Text(str(left["factor"])), f"{_words(left['outcome'])}: {left['reason']}")
+    if summary.ablation_off:
+        rest.add_row("no ablation", Text(summary.ablation_off, style="yellow"))
+    for alert in summary.alerts.values():
+        if alert.get("state") != "closed":
+            rest.add_row("open alert", Text(f"{alert['title']} (since step {alert.get('since_step', alert['step'])})"))
+    if summary.differences:
+        keys = ", ".join(str(difference["key"]) for difference in summary.differences[:4])
+        more = len(summary.differences) - 4
+        rest.add_row("sides differ in", keys + (f" and {more} more" if more > 0 else ""))
+    if "overhead_fraction" in summary.overhead:
+        rest.add_row("hooks took", f"{summary.overhead['overhead_fraction']:.2%} of the time")
+    for cause, count in summary.errors.items():
+        rest.add_row("failed", Text(f"{cause}: {_count(count, 'error')}, kept from the run", style="yellow"))
+    for sink, steps in summary.missing.items():
+        rest.add_row("missing", Text(f"steps {spans(steps)} in {sink}", style="yellow"))
+    for name, path in summary.paths.items():
+        rest.add_row(name, Text(path, overflow="fold"))
+    if rest.row_count:
+        parts += ["", rest]
+    return Panel(Group(*parts), title=Text("mismatch_hooks"), title_align="left", padding=(0, 1))
+
+
+def figure(value: Any) -> str:
+    """Return a number in few characters: four significant digits, exact zeros and counts as they are."""
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "–"}[value]
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        if value == 0 or not math.isfinite(value):
+            return "0" if value == 0 else str(value)
+        return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 else f"{value:.2e}"
+    return str(value)
+
+
+def spans(steps: Iterable[int]) -> str:
+    """Return steps in order with runs drawn together: ``3–10, 12``."""
+    drawn: list[list[int]] = []
+    for step in sorted(steps):
+        if drawn and step == drawn[-1][1] + 1:
+            drawn[-1][1] = step
+        else:
+            drawn.append([step, step])
+    return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in drawn)
+
+
+def _facts() -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    return table
+
+
+def _verdict_in_short(verdict: Mapping[str, Any]) -> RenderableType:
+    facts = _facts()
+    head = Text.assemble(
+        (_words(verdict["diagnosis"]), f"bold {_style(verdict['diagnosis'])}"),
+        f"  (from {verdict['origin']}, step {verdict['step']})",
+    )
+    facts.add_row(Text(str(verdict["factor"]), style="bold"), head)
+    facts.add_row("because", verdict["reason"])
+    blocked = [(name, gate) for name, gate in verdict["gates"].items() if not gate["ok"]]
+    passed = [name for name, gate in verdict["gates"].items() if gate["ok"]]
+    if passed:
+        facts.add_row("gates ok", ", ".join(passed))
+    for name, gate in blocked:
+        facts.add_row("gate BLOCKED", f"{name}: {gate['reason']}")
+    if verdict.get("recommendation"):
+        facts.add_row("do", Text(verdict["recommendation"], style="bold"))
+    return facts
+
+
+def _words(diagnosis: Any) -> str:
+    return str(diagnosis).replace("_", " ")
+
+
+def _style(diagnosis: Any) -> str:
+    known = Diagnosis(diagnosis)
+    if not known.judged:
+        return "yellow"
+    return "green" if known is Diagnosis.NOT_THIS_FACTOR else "red"
+
+
+def _change(effect: Mapping[str, Any] | None) -> str:
+    if effect is None:
+        return ""
+    low, high = effect["interval"]
+    return f"{effect['dlogp_change']:+.4f} [{low:+.4f}, {high:+.4f}]"
+
+
+def _spent(verdict: Mapping[str, Any]) -> str:
+    spent = f"{verdict['tokens']} tokens, {verdict['passes']} passes, {verdict['seconds']:.1f} s"
+    resolvable = verdict.get("resolvable")
+    return spent if resolvable is None else f"{spent}; these tokens resolve a change of {figure(resolvable)} or more"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"differs between {len(value)} modules"
+    if isinstance(value, float):
+        return f"{value:.10g}"
+    text = str(value)
+    # Of a class's path the last part tells the two sides apart.
+    return text.rsplit(".", 1)[-1] if len(text) > _VALUE_WIDTH and " " not in text else text
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -1,0 +1,1 @@
+"""Runnable training loops; each folder is one recipe, read from its ``train.py``."""

@@ -1,0 +1,1 @@
+"""GRPO on SmolLM2-135M-Instruct: megatron-core trains, vLLM samples, both in one process."""

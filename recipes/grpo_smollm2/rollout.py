@@ -1,0 +1,126 @@
+"""The rollout side: a vLLM engine that samples with seeds of its own and takes new weights after every step."""
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from recipes.grpo_smollm2.config import Config
+
+# What a launcher leaves behind for the trainer's rank; an engine core in its own process would join that group.
+_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Rollout:
+    """The policy that samples.
+
+    Attributes:
+        llm: the engine.
+        weight_version: how many times weights have been delivered; 0 is what the engine loaded itself.
+    """
+
+    def __init__(self, folder: Path, config: Config, *, worker_extension: str | None) -> None:
+        """Start the engine.
+
+        Args:
+            folder: the model.
+            config: the run.
+            worker_extension: dotted name of a class whose methods the engine's workers gain.
+        """
+        self._config = config
+        self._in_process = config.rollout.engine_core_in_process
+        self.weight_version = 0
+        _set_environment(in_process=self._in_process)
+        from vllm import LLM
+
+        with _without(_LAUNCHER):
+            self.llm = LLM(
+                str(folder),
+                skip_tokenizer_init=True,
+                dtype=config.model.dtype,
+                seed=config.seed,
+                enforce_eager=True,
+                max_model_len=config.rollout.max_model_len,
+                max_num_seqs=max(2, config.task.prompts * config.task.samples),
+                max_num_batched_tokens=2048,
+                enable_prefix_caching=config.rollout.prefix_caching,
+                kv_cache_memory_bytes=config.rollout.kv_cache_mib * 2**20,
+                # What the model's file recommends for chat is not what GRPO samples with.
+                generation_config="vllm",
+                logprobs_mode="raw_logprobs",
+                disable_log_stats=True,
+                use_tqdm_on_load=False,
+                worker_extension_cls=worker_extension or "",
+            )
+
+    def sampling_params(self, *, step: int, stop_token_ids: Sequence[int]) -> list[Any]:
+        """vLLM's sampling parameters of one step's sequences, one each; every sequence of a run has its own seed."""
+        from vllm import SamplingParams
+
+        sampling, task = self._config.sampling, self._config.task
+        sequences = task.prompts * task.samples
+        return [
+            SamplingParams(
+                max_tokens=task.max_response_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                min_p=sampling.min_p,
+                seed=(self._config.seed * 1_000_003 + step * sequences + index) % 2**63,
+                stop_token_ids=list(stop_token_ids),
+                logprobs=0,
+                detokenize=False,
+            )
+            for index in range(sequences)
+        ]
+
+    def sample(self, prompts: Sequence[Sequence[int]], params: Sequence[Any]) -> list[Any]:
+        """One response to each prompt, as vLLM's own outputs, in order."""
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        outputs: list[Any] = self.llm.generate(inputs, list(params), use_tqdm=False)
+        return outputs
+
+    def sync(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Deliver weights under Hugging Face's names, forget everything computed with the old ones, count the version."""
+        if self._in_process:
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
+        else:
+            from safetensors.torch import save_file
+
+            # Through a file: tensors do not travel to another process as plain data.
+            with tempfile.TemporaryDirectory(prefix="weights-") as folder:
+                tensors = {name: tensor.cpu().contiguous() for name, tensor in named_tensors}
+                save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+                self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+        # A reload leaves cached prefixes in place; they were computed with the old weights.
+        self.llm.reset_prefix_cache()
+        self.weight_version += 1
+
+    def close(self) -> None:
+        """Stop the engine, and its process where it has one."""
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+def _set_environment(*, in_process: bool) -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
+    for name, value in {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        # ERROR: vLLM's advice about preloaded libraries and its own defaults would drown the line a step.
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    }.items():
+        os.environ.setdefault(name, value)
+
+
+@contextmanager
+def _without(names: Iterable[str]) -> Iterator[None]:
+    held = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(held)

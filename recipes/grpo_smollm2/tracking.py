@@ -1,0 +1,44 @@
+"""The run's own W&B run, as any training script opens one."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from recipes.grpo_smollm2.config import Config
+from recipes.grpo_smollm2.errors import RecipeError
+
+Log = Callable[[int, Mapping[str, float]], None]
+
+_MODES = ("offline", "online", "disabled")
+
+
+@contextmanager
+def tracking(config: Config, *, out: Path) -> Iterator[Log]:
+    """A function that logs one step's figures; a disabled run imports no wandb and logs nowhere.
+
+    Raises:
+        RecipeError: WANDB_MODE holds a mode that does not exist.
+    """
+    mode = os.environ.get("WANDB_MODE") or config.wandb.mode
+    if mode not in _MODES:
+        raise RecipeError(f"WANDB_MODE: got {mode!r}; accepts {', '.join(_MODES)}.")
+    if mode == "disabled":
+        yield lambda step, figures: None
+        return
+    import wandb
+
+    run = wandb.init(
+        project=config.wandb.project,
+        name=config.wandb.name,
+        dir=out,
+        mode=mode,
+        config=config.model_dump(),
+        settings=wandb.Settings(console="off", silent=True),
+    )
+    try:
+        yield lambda step, figures: run.log({f"train/{name}": value for name, value in figures.items()}, step=step)
+    except BaseException:
+        run.finish(exit_code=1)
+        raise
+    run.finish()

@@ -1,0 +1,313 @@
+"""The hooks object over fake engines: what it records, and that nothing that fails in it reaches the loop."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mismatch_hooks import MismatchHooks, RolloutSequence
+from mismatch_hooks.live.config import ConfigError
+from mismatch_hooks.model_meta.shapes import shape_from_config
+from mismatch_hooks.schema.enums import Choice, PolicyRole
+from mismatch_hooks.schema.score import LogprobShard, ScoringSequence
+from tests.fake_engines import FACTOR, FakeEngine
+
+SHAPE = shape_from_config(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 1,
+        "intermediate_size": 16,
+        "vocab_size": 100,
+        "tie_word_embeddings": True,
+    }
+)
+CONFIG = {"ablate_every": 1, "time_budget": 1.0, "sinks": ["jsonl"], "sample_sequences": 12}
+ROLLOUT, TRAINING = PolicyRole.ROLLOUT, PolicyRole.TRAINING
+
+
+class Loop:
+    """A loop of twelve sequences of forty tokens a step, over two fake engines."""
+
+    def __init__(self, folder: Path, rollout: FakeEngine, training: FakeEngine, **options: Any) -> None:
+        self.rollout, self.training, self.folder = rollout, training, folder
+        config = {**CONFIG, **options.pop("config", {})}
+        self.hooks = MismatchHooks(config, rollout=rollout, training=training, shape=SHAPE, run_dir=folder, **options)
+
+    def step(self, step: int, *, sequences: Sequence[int] | None = None) -> None:
+        """Sample, compute, end the step, as a real loop does."""
+        scored = [
+            ScoringSequence(
+                prompt_token_ids=(1,),
+                response_token_ids=tuple((step * 1000 + row * 40 + i) % 97 for i in range(40)),
+                response_mask=(True,) * 40,
+            )
+            for row in range(12)
+        ]
+        sampled = [
+            RolloutSequence(
+                prompt_token_ids=one.prompt_token_ids,
+                response_token_ids=one.response_token_ids,
+                rollout_logprobs=tuple(self.rollout.logprobs(one, Choice.NATIVE)),
+            )
+            for one in scored
+        ]
+        rows = range(12) if sequences is None else sequences
+        computed = torch.tensor([self.training.logprobs(scored[row], Choice.NATIVE) for row in rows])
+        self.hooks.capture_rollout(step, sampled)
+        mask = torch.ones_like(computed, dtype=torch.bool)
+        self.hooks.capture_training(step, computed, mask, advantages=torch.ones(len(rows)), sequences=sequences)
+        self.hooks.end_step(step, host_metrics={"reward": 0.5})
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """Close the hooks, and return the events of one type as an independent reader sees them."""
+        self.hooks.close()
+        lines = (self.folder / "events.jsonl").read_text().splitlines()
+        return [event for event in map(json.loads, lines) if event["type"] == kind]
+
+    def verdict(self) -> dict[str, Any]:
+        """Return the only verdict."""
+        (verdict,) = self.events("verdict")
+        return verdict
+
+
+@pytest.fixture
+def two_steps(tmp_path: Path) -> Iterator[Any]:
+    """Run two steps (the second one ablates) over engines made with the given options."""
+    loops: list[Loop] = []
+
+    def run(
+        rollout: Mapping[str, Any] | None = None, training: Mapping[str, Any] | None = None, **options: Any
+    ) -> Loop:
+        loop = Loop(
+            tmp_path, FakeEngine(ROLLOUT, **(rollout or {})), FakeEngine(TRAINING, **(training or {})), **options
+        )
+        loops.append(loop)
+        loop.step(0)
+        loop.step(1)
+        return loop
+
+    yield run
+    for loop in loops:
+        loop.hooks.close()
+
+
+# ---- what is recorded ---------------------------------------------------------------------------------------------
+
+
+def test_a_step_event_holds_the_metrics_of_all_tokens_and_the_hosts_figures(two_steps: Any) -> None:
+    steps = two_steps(rollout={"native_error": 0.01}).events("step")
+    assert [event["step"] for event in steps] == [0, 1]
+    assert steps[1]["metrics"]["tokens"] == 480
+    assert steps[1]["metrics"]["sequences"] == 12
+    assert 0.005 < steps[1]["metrics"]["dlogp_mean"] < 0.012
+    assert steps[1]["metrics"]["token_coverage"] == 1.0
+    assert steps[1]["host"] == {"reward": 0.5}
+
+
+def test_equal_engines_are_equal_on_every_token(two_steps: Any) -> None:
+    metrics = two_steps().events("step")[0]["metrics"]
+    assert (metrics["dlogp_max"], metrics["bitwise_fraction"]) == (0.0, 1.0)
+
+
+def test_only_the_sequences_of_the_captured_minibatch_count_and_the_coverage_says_so(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, FakeEngine(ROLLOUT), FakeEngine(TRAINING))
+    loop.step(0, sequences=[4, 2, 9])
+    (event,) = loop.events("step")
+    assert (event["metrics"]["tokens"], event["metrics"]["token_coverage"]) == (120, 0.25)
+
+
+def test_a_forward_after_the_weights_moved_is_not_captured(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, FakeEngine(ROLLOUT), FakeEngine(TRAINING), config={"ablate_every": 0})
+    sampled = [RolloutSequence(prompt_token_ids=(1,), response_token_ids=(2, 3), rollout_logprobs=(-1.0, -2.0))] * 2
+    ones = torch.ones(1, 2, dtype=torch.bool)
+    loop.hooks.capture_rollout(0, sampled)
+    loop.hooks.capture_training(0, torch.tensor([[-1.0, -2.0]]), ones, sequences=[0])
+    loop.training.writes += 1
+    loop.hooks.capture_training(0, torch.tensor([[-9.0, -9.0]]), ones, sequences=[1])
+    loop.hooks.end_step(0)
+    (event,) = loop.events("step")
+    assert (event["metrics"]["tokens"], event["metrics"]["dlogp_max"]) == (2, 0.0)
+
+
+def test_micro_batches_of_one_forward_are_merged(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, FakeEngine(ROLLOUT), FakeEngine(TRAINING), config={"ablate_every": 0})
+    sampled = [RolloutSequence(prompt_token_ids=(1,), response_token_ids=(2, 3), rollout_logprobs=(-1.0, -2.0))] * 2
+    ones = torch.ones(1, 2, dtype=torch.bool)
+    loop.hooks.capture_rollout(0, sampled)
+    loop.hooks.capture_training(0, torch.tensor([[-1.0, -2.5]]), ones, sequences=[0], complete=False)
+    loop.hooks.capture_training(0, torch.tensor([[-1.0, -2.0]]), ones, sequences=[1])
+    loop.hooks.end_step(0)
+    (event,) = loop.events("step")
+    assert (event["metrics"]["tokens"], event["metrics"]["clip_fraction"]) == (4, 0.25)
+
+
+# ---- verdicts -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rollout", "training", "expected"),
+    [
+        pytest.param({"native_error": 0.2}, {}, "caused_by_rollout_side", id="rollout departs from the reference"),
+        pytest.param({}, {"native_error": 0.2}, "caused_by_training_side", id="training departs from the reference"),
+        pytest.param({"other_error": 0.1}, {}, "not_this_factor", id="the reference changes no bit"),
+    ],
+)
+def test_the_verdict_names_the_side(two_steps: Any, rollout: Any, training: Any, expected: str) -> None:
+    verdict = two_steps(rollout, training).verdict()
+    assert (verdict["factor"], verdict["diagnosis"]) == (FACTOR, expected)
+    assert all(gate["ok"] for gate in verdict["gates"].values())
+
+
+def test_c15_training_logprobs_that_are_a_copy_of_the_rollouts_block_the_verdict(two_steps: Any) -> None:
+    verdict = two_steps().verdict()
+    assert verdict["diagnosis"] == "insufficient_evidence"
+    assert "nothing was compared" in verdict["gates"]["pitfalls_clear"]["reason"]
+
+
+def test_an_ablation_spends_two_passes_and_two_a_factor_and_two_for_the_proof(two_steps: Any) -> None:
+    loop = two_steps()
+    assert (loop.rollout.passes, loop.training.passes) == (3, 3)
+    verdict = loop.verdict()
+    assert (verdict["passes"], verdict["ablation_passes"]) == (4, 6)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "gate", "expected"),
+    [
+        pytest.param(
+            {"switch_does_nothing": True},
+            "switch_effective evidence_complete",
+            "variant_did_not_apply",
+            id="switch does nothing",
+        ),
+        pytest.param({"leaks": True}, "switch_effective", "variant_did_not_apply", id="switch leaks to the other side"),
+        pytest.param({"silent_skip": True}, "evidence_complete", "insufficient_evidence", id="readback lies"),
+        pytest.param({"shards": lambda shard: ()}, "shards_complete", "insufficient_evidence", id="no shard"),
+        pytest.param(
+            {"shards": lambda shard: (LogprobShard(rank=0, world_size=2, slices=shard.slices),)},
+            "shards_complete",
+            "insufficient_evidence",
+            id="a rank is missing",
+        ),
+        pytest.param(
+            {"tensors": {"model.layers.0.weight": "another"}},
+            "pitfalls_clear",
+            "insufficient_evidence",
+            id="weights differ",
+        ),
+    ],
+)
+def test_a_failed_gate_blocks_the_verdict(two_steps: Any, rollout: Any, gate: str, expected: str) -> None:
+    verdict = two_steps({"native_error": 0.2, **rollout}).verdict()
+    assert verdict["diagnosis"] == expected
+    assert [name for name, found in verdict["gates"].items() if not found["ok"]] == gate.split()
+    assert verdict["arms"] == {}
+
+
+def test_an_engine_that_is_not_as_it_was_ends_ablation_and_the_run_goes_on(two_steps: Any) -> None:
+    loop = two_steps({"drifts": True})
+    loop.step(2)
+    assert loop.rollout.passes == 3
+    assert loop.events("verdict") == []
+    assert [event["step"] for event in loop.events("step")] == [0, 1, 2]
+    (end,) = [event for event in loop.events("run") if event["state"] == "finished"]
+    assert "native log-probs after the arms differ" in end["ablation"]["off"]
+
+
+# ---- nothing reaches the loop -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["bind", "score", "read_back", "weights_digest", "mutation_count"])
+@pytest.mark.parametrize("side", ["rollout", "training"])
+def test_an_engine_that_raises_does_not_stop_the_loop_and_is_counted(two_steps: Any, side: str, method: str) -> None:
+    loop = two_steps(**{side: {"fail": {method: RuntimeError("planted")}}})
+    assert [event["step"] for event in loop.events("step")] == [0, 1]
+    if (side, method) != ("rollout", "mutation_count"):  # only the trainer's writes are counted
+        assert any("planted" in event["message"] for event in loop.events("error"))
+
+
+def test_an_interrupt_inside_an_ablation_passes_through_and_both_engines_are_unbound(two_steps: Any) -> None:
+    rollout, training = FakeEngine(ROLLOUT), FakeEngine(TRAINING, fail={"score": KeyboardInterrupt()})
+    loops: list[Loop] = []
+
+    @contextmanager
+    def running(folder: Path) -> Iterator[Loop]:
+        loop = Loop(folder, rollout, training)
+        loops.append(loop)
+        with loop.hooks:
+            yield loop
+
+    folder = two_steps().folder / "second"
+    with pytest.raises(KeyboardInterrupt), running(folder) as loop:
+        loop.step(0)
+        loop.step(1)
+    assert (rollout.bound, training.bound) == (None, None)
+    assert [event["state"] for event in loops[0].events("run")] == ["started", "stopped"]
+
+
+def test_an_unwritable_folder_and_a_full_disk_change_nothing(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").symlink_to("/dev/full")
+    loop = Loop(tmp_path, FakeEngine(ROLLOUT), FakeEngine(TRAINING))
+    loop.step(0)
+    loop.step(1)
+    assert loop.hooks.last_step is not None
+    assert loop.hooks.last_step["tokens"] == 480
+    assert loop.hooks.last_step["errors"] > 0
+    loop.hooks.close()
+
+
+def test_logprobs_that_are_not_finite_are_counted_and_block_the_verdict(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, FakeEngine(ROLLOUT), FakeEngine(TRAINING))
+    loop.step(0)
+    sampled = [RolloutSequence(prompt_token_ids=(1,), response_token_ids=(2, 3), rollout_logprobs=(-1.0, -2.0))]
+    loop.hooks.capture_rollout(1, sampled)
+    loop.hooks.capture_training(1, torch.tensor([[-1.0, math.nan]]), torch.ones(1, 2, dtype=torch.bool))
+    loop.hooks.end_step(1)
+    assert loop.events("step")[1]["metrics"]["nonfinite"] == 1
+    assert not loop.verdict()["gates"]["pitfalls_clear"]["ok"]
+
+
+def test_a_callback_that_raises_is_counted(two_steps: Any) -> None:
+    def refuse(alert: object) -> None:
+        raise ValueError("planted")
+
+    loop = two_steps({"native_error": 0.2}, on_alert=refuse)
+    assert any(event["cause"] == "on_alert" for event in loop.events("error"))
+
+
+# ---- many ranks ---------------------------------------------------------------------------------------------------
+
+
+def test_every_rank_enters_the_gather_once_a_step_whatever_failed_before(tmp_path: Path) -> None:
+    entered: list[dict[str, Any]] = []
+
+    def gather(mine: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        entered.append(dict(mine))
+        return [mine, mine]
+
+    loop = Loop(tmp_path, FakeEngine(ROLLOUT), FakeEngine(TRAINING), world_size=2, gather=gather)
+    loop.step(0)
+    loop.training.fail["mutation_count"] = RuntimeError("planted")
+    loop.step(1)
+    assert [bool(one) for one in entered] == [True, False]
+    steps = loop.events("step")
+    assert steps[0]["metrics"]["tokens"] == 960
+    assert steps[1]["metrics"] == {}
+
+
+def test_two_ranks_without_a_gather_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="gather: got None with world_size 2"):
+        Loop(tmp_path, FakeEngine(ROLLOUT), FakeEngine(TRAINING), world_size=2)
+
+
+def test_an_unknown_factor_stops_the_start_and_names_what_exists(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no factor matches 'attention.rope'.*attention\.rope_fusion"):
+        Loop(tmp_path, FakeEngine(ROLLOUT), FakeEngine(TRAINING), config={"factors": ["attention.rope"]})

@@ -1,0 +1,138 @@
+import io
+import sys
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rich.progress import Progress
+
+from mismatch_hooks.sinks.console import ConsoleSink, figure, render_step, spans
+from mismatch_hooks.sinks.event import Event
+from tests.sinks.samples import alert, verdict
+
+
+def shown(capsys: pytest.CaptureFixture[str], *events: Event) -> str:
+    sink = ConsoleSink()
+    for event in events:
+        sink.emit(event)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert all(len(line) <= 100 for line in captured.err.splitlines())
+    return captured.err
+
+
+def test_a_step_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    events = [Event(type=kind, step=0, payload={"metrics": {"clip_fraction": 0.1}}) for kind in ("step", "overhead")]
+    assert shown(capsys, *events) == ""
+
+
+def test_a_verdict_shows_diagnosis_arms_gates_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, Event(type="verdict", step=20, payload=verdict()))
+    for part in (
+        "attention.rope_fusion · from native · step 20",
+        "insufficient evidence",
+        "612 tokens resolve 0.0031 and nothing moved [by more].",
+        "both_native         0.0437         0.0115",
+        "-0.0009 [-0.0031, +0.0012]",
+        "gate switch_effective   ok  holds",
+        "do                      Raise sample_sequences to 256.",
+    ):
+        assert part in text
+
+
+def test_a_blocked_verdict_shows_no_arms_and_the_gates_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, Event(type="verdict", step=20, payload=verdict(blocked="evidence_complete")))
+    assert "gate evidence_complete  BLOCKED  0 of 28 calls ran" in text
+    assert "both_native" not in text
+
+
+def test_differences_between_the_sides_are_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+    path = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl"
+    differences = [
+        {"key": "model.rope.theta", "training": 10000.0, "rollout": 10500.0},
+        {"key": "operator.attention.implementation", "training": "unobservable: no module", "rollout": path},
+    ]
+    event = Event(type="readback", payload={"settings": {}, "differences": differences})
+    text = shown(capsys, event, event)
+    assert text.count("model.rope.theta") == 1
+    assert "10000" in text
+    assert "10500" in text
+    assert "CPUAttentionBackendImpl" in text
+
+
+def test_an_alert_says_what_happened_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, Event(type="alert", step=9, payload=alert()))
+    assert "ALERT opened  step 9  clip_fraction rose from 0.011 to 0.21" in text
+    assert "Compare the rope settings of both sides." in text
+
+
+def test_the_closing_summary_has_metrics_verdicts_errors_missing_steps_and_paths(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    left_out = [{"factor": "attention.backend", "outcome": "not_switchable_in_process", "reason": "engine rebuild"}]
+    ending: dict[str, Any] = {
+        "state": "finished",
+        "errors": {"sink wandb": 3},
+        "missing": {"wandb": [3, 4, 5, 9]},
+        "paths": {"jsonl": "/runs/demo/events.jsonl"},
+    }
+    text = shown(
+        capsys,
+        Event(type="run", payload={"state": "started", "plan": {"off": "", "left_out": left_out}}),
+        Event(type="step", step=0, payload={"metrics": {"clip_fraction": 0.25, "dlogp_mean": 0.1}}),
+        Event(type="step", step=1, payload={"metrics": {"clip_fraction": 0.125, "dlogp_mean": float("nan")}}),
+        Event(type="verdict", step=1, payload=verdict(blocked="pitfalls_clear")),
+        Event(type="overhead", step=1, payload={"metrics": {"overhead_fraction": 0.0123}}),
+        Event(type="run", payload=ending),
+    )
+    summary = text[text.index("─ mismatch_hooks ─") :]
+    for part in (
+        "steps  2 (finished)",
+        "clip_fraction     0.1250      0.2500",
+        "dlogp_mean           nan      0.1000",
+        "insufficient evidence  (from native, step 1)",
+        "gates ok               switch_effective, evidence_complete, shards_complete",
+        "gate BLOCKED           pitfalls_clear: 0 of 28 calls ran",
+        "not switchable in process: engine rebuild",
+        "1.23% of the time",
+        "sink wandb: 3 errors, kept from the run",
+        "steps 3–5, 9 in wandb",
+        "/runs/demo/events.jsonl",
+    ):
+        assert part in summary
+
+
+def test_what_is_printed_appears_above_a_live_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    console = Console(file=terminal, force_terminal=True, width=100, record=True)
+    with Progress(console=console) as progress:
+        progress.add_task("GRPO", total=2)
+        ConsoleSink().emit(Event(type="alert", step=9, payload=alert()))
+    assert "clip_fraction rose" in console.export_text()  # through the bar's own console, which moves the bar
+
+
+def test_a_step_line_has_the_loops_figures_where_it_passed_them() -> None:
+    event = Event(type="step", step=7, payload={"metrics": {"clip_fraction": 0.0114}, "host": {"reward": 0.5}})
+    line = str(render_step(event, overhead={"overhead_fraction": 0.0123}))
+    assert line == "step     7  reward 0.5000  clip_fraction 0.0114  |dlogp| –  hooks 1.2%"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),
+        (True, "yes"),
+        (0.0, "0"),
+        (12, "12"),
+        (0.04371, "0.0437"),
+        (1e-9, "1.00e-09"),
+        (float("inf"), "inf"),
+    ],
+)
+def test_figures_are_short(value: object, text: str) -> None:
+    assert figure(value) == text
+
+
+def test_steps_in_a_row_are_drawn_together() -> None:
+    assert spans([12, 3, 4, 5, 10]) == "3–5, 10, 12"

@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -58,12 +58,16 @@ def run(
     given = [f"steps={steps}", *(overrides or ())] if steps is not None else overrides or ()
     loaded = load_recipe(recipe, given)
     folder = out or Path("runs") / f"{recipe.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    with _standard_output_on_standard_error(), _terminated_like_ctrl_c():
-        loaded.main(loaded.raw, out=folder)
+    code = 0
+    try:
+        with _standard_output_on_standard_error(), _terminated_like_ctrl_c():
+            loaded.main(loaded.raw, out=folder)
+    except KeyboardInterrupt as stopped:
+        code = getattr(stopped, "exit_code", 128 + signal.SIGINT)
     if as_json:
         _print_json(_result(folder))
-    else:
-        print(f"results in {folder}", file=sys.stderr)
+    print(f"stopped; what was done until then is in {folder}" if code else f"results in {folder}", file=sys.stderr)
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -93,19 +97,15 @@ def tail(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns 0 when done, 1 when the thing examined is bad, 2 when the call is wrong."""
     with _Refusals() as refusals:
-        try:
-            found = app(args=list(arguments) if arguments is not None else None, standalone_mode=False)
-        except typer.Exit as left:
-            return left.exit_code
-        return found if isinstance(found, int) else 0
+        return int(app(args=None if arguments is None else list(arguments), standalone_mode=False) or 0)
     return refusals.exit_code
 
 
 class _Refusals:
     """Turn an exception that is meant for the caller into its sentence and its exit code; let every other one pass.
 
-    Meant for the caller are: errors of the command line, errors that carry an ``exit_code`` (a recipe's own), the value
-    errors of this library, and an interruption.
+    Meant for the caller are errors that carry an ``exit_code``, as those of the command line and of a recipe do, and
+    the value errors of this library.
     """
 
     exit_code = 0
@@ -114,33 +114,15 @@ class _Refusals:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        if error is None:
-            return False
-        code = _exit_code(error)
-        if code is None:
+        code = getattr(error, "exit_code", None)
+        if code is None and isinstance(error, ValueError) and type(error).__module__.startswith("mismatch_hooks."):
+            code = WRONG_CALL
+        if not isinstance(code, int):
             return False
         self.exit_code = code
-        print(_sentence(error), file=sys.stderr)
+        say = getattr(error, "format_message", None)  # the command line's own errors leave out the option otherwise
+        print(say() if callable(say) else error, file=sys.stderr)
         return True
-
-
-def _exit_code(error: BaseException) -> int | None:
-    if isinstance(error, typer.Abort):  # what typer makes of an interruption
-        return _exit_code(error.__cause__ or KeyboardInterrupt())
-    code = getattr(error, "exit_code", None)
-    if isinstance(code, int):
-        return code
-    if isinstance(error, KeyboardInterrupt):
-        return 128 + signal.SIGINT
-    ours = isinstance(error, ValueError) and type(error).__module__.startswith("mismatch_hooks.")
-    return WRONG_CALL if ours else None
-
-
-def _sentence(error: BaseException) -> str:
-    if isinstance(error, typer.Abort | KeyboardInterrupt):
-        return "stopped"
-    formatted = getattr(error, "format_message", None)
-    return str(formatted()) if callable(formatted) else str(error)
 
 
 @contextmanager
@@ -158,15 +140,15 @@ def _terminated_like_ctrl_c() -> Iterator[None]:
 
 @contextmanager
 def _standard_output_on_standard_error() -> Iterator[None]:
-    # By descriptor: engines print from native code and from processes of their own, and a reader of --json must find
-    # one document on standard output.
+    # By descriptor as well: engines print from native code and from processes of their own, and a reader of --json
+    # must find one document on standard output.
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
     finally:
-        sys.stdout.flush()
         os.dup2(kept, 1)
         os.close(kept)
 

@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 NO_COMPILER = "CXX=/nowhere/c++"  # the one probe that can be made to fail without touching the system
 LOCK_DIGEST = hashlib.sha256((ROOT / "requirements-cpu.txt").read_bytes()).hexdigest()
+NO_PYTHON = "FIND_PYTHON=true"  # a search that prints nothing
 UNREACHABLE = "http://127.0.0.1:9/simple"
 
 
@@ -79,6 +80,32 @@ def test_another_interpreter_is_refused_before_anything_else(programs: Path, tmp
         "make: PYTHON=python-of-old is not a Python 3.11: name one, or leave it out."
     )
     assert not (tmp_path / "environment").exists()
+
+
+def test_python_itself_is_installed_where_there_is_none(programs: Path) -> None:
+    stand_in(programs, "apt-cache", "echo python3.11-venv - Interactive high-level object-oriented language")
+    make("system", NO_PYTHON, path=programs)
+    assert calls(programs) == ["update -q", "install -y --no-install-recommends python3.11-venv python3.11-dev"]
+
+
+def test_a_system_whose_packages_have_no_python_311_is_told_where_to_get_one(programs: Path) -> None:
+    stand_in(programs, "apt-cache", "exit 0")
+    done = make("system", NO_PYTHON, path=programs)
+    assert done.returncode == 2
+    assert "make: this system's packages have no Python 3.11" in done.stderr
+    assert calls(programs) == ["update -q"]
+
+
+def test_headers_of_an_interpreter_that_the_system_did_not_bring_are_not_looked_for_in_its_packages(
+    programs: Path,
+) -> None:
+    stand_in(programs, "python-without-headers", '[[ "$2" != *Python.h* ]]')
+    done = make("system", "FIND_PYTHON=echo python-without-headers", path=programs)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0] == (
+        "make: python-without-headers lacks ensurepip or Python.h: name a Python 3.11 that has both: make PYTHON=PATH."
+    )
+    assert calls(programs) == []
 
 
 def test_another_processor_is_refused(programs: Path) -> None:

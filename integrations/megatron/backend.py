@@ -19,6 +19,7 @@ from mismatch_hooks.integrations.megatron.live_model import (
 from mismatch_hooks.integrations.megatron.mutations import MutationCounter
 from mismatch_hooks.integrations.megatron.observed_pass import ObservedPass, normalised_columns
 from mismatch_hooks.integrations.megatron.readback import model_readings
+from mismatch_hooks.integrations.megatron.readings import name_of
 from mismatch_hooks.integrations.megatron.untouched import untouched
 from mismatch_hooks.integrations.megatron.weights import digest, digests, live_tensors
 from mismatch_hooks.live.registry import load_registry
@@ -167,7 +168,7 @@ class MegatronBackend:
         """Return the effective settings; where the vocabulary is padded, one short forward tells what is masked."""
         settings = model_readings(self._model, self._shape, self._rotated_with())
         scorer = self._own_logprobs
-        name = "mismatch_hooks.integrations.megatron.token_logprobs" if scorer is None else _name_of(scorer)
+        name = "mismatch_hooks.integrations.megatron.token_logprobs" if scorer is None else name_of(scorer)
         settings["training.logprobs.function"] = Reading(
             effective=name, source=Source.REQUESTED, where="MegatronBackend"
         )
@@ -324,8 +325,3 @@ class MegatronBackend:
             return Unobservable(reason=f"the head is sharded over {self._sizes.tensor} ranks")
         with untouched(outermost(self._called)):
             return normalised_columns(self._model, self._called, self._token_logprobs, self._shape.vocab_size)
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    owner = function if hasattr(function, "__qualname__") else type(function)
-    return f"{owner.__module__}.{owner.__qualname__}"

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_SAMPLES = 4096  # values a tensor; an optimizer step in bf16 changes a few in a hundred at the least
+_SAMPLES = 512  # values a tensor; an optimizer step in bf16 changes a few in a hundred at the least
 
 
 class MutationCounter:

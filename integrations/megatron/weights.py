@@ -31,6 +31,8 @@ _ALONE = {
 }
 _QKV = tuple(f"self_attn.{part}_proj" for part in "qkv")
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+_NORMS = ("norm.weight", "norm_weight")
+_REPLICATED = (*_NORMS, "linear_proj.bias", "linear_fc2.bias")  # whole on every tensor-parallel rank
 
 Source = Callable[[], Tensor] | Unobservable
 
@@ -53,8 +55,8 @@ def live_tensors(model: Any, *, vocab_size: int | None = None) -> Mapping[str, S
         for name, source in _layer(dict(layer.named_parameters()), model.config, ranks):
             found[prefix + name] = source
     for name, parameter in _outside_layers(model):
-        words = name != "model.norm.weight"
-        found[name] = _whole(parameter, ranks, partial(_rows, parameter, vocab_size if words else None))
+        words = None if name == "model.norm.weight" else vocab_size
+        found[name] = _source(name, parameter, model.config, ranks, partial(_rows, parameter, words))
     return found
 
 
@@ -93,37 +95,33 @@ def digest(tensor: Tensor) -> str:
 
 def _layer(parameters: Mapping[str, Tensor], config: Any, ranks: int) -> Iterator[tuple[str, Source]]:
     for name, parameter in parameters.items():
+        source = partial(_source, name, parameter, config, ranks)
         module, kind = name.rsplit(".", 1)
         if name in _ALONE:
-            if config.layernorm_zero_centered_gamma and ("layernorm" in name or "layer_norm" in name):
-                yield _ALONE[name], Unobservable(reason="the norm stores its weight minus 1; no bits to compare")
-            else:
-                yield _ALONE[name], _whole(parameter, ranks, partial(_rows, parameter, None))
+            yield _ALONE[name], source(partial(_rows, parameter, None))
         elif module == "self_attention.linear_qkv":
             for part, target in enumerate(_QKV):
-                yield (
-                    f"{target}.{kind}",
-                    _whole(parameter, ranks, partial(_qkv, parameter, config, part), _qkv_reason(parameter, config)),
-                )
+                yield f"{target}.{kind}", source(partial(_qkv, parameter, config, part))
         elif module == "mlp.linear_fc1" and config.gated_linear_unit:
             for part, target in enumerate(_GATE_UP):
                 # gate rows first, then up rows: the MLP's forward chunks its output in that order
-                yield f"{target}.{kind}", _whole(parameter, ranks, partial(_half, parameter, part))
+                yield f"{target}.{kind}", source(partial(_half, parameter, part))
         else:
             yield name, Unobservable(reason=f"no Hugging Face name is known for megatron-core's {name}")
 
 
-def _whole(parameter: Tensor, ranks: int, read: Callable[[], Tensor], reason: str = "") -> Source:
-    if ranks > 1 and getattr(parameter, "tensor_model_parallel", False):
+def _source(name: str, parameter: Tensor, config: Any, ranks: int, read: Callable[[], Tensor]) -> Source:
+    """``read``, or why a tensor of this name cannot be read whole."""
+    # By name: the attribute tensor_model_parallel is missing where a model was built without initialisation.
+    if ranks > 1 and not name.endswith(_REPLICATED):
         return Unobservable(reason=f"sharded over {ranks} ranks")
-    return Unobservable(reason=reason) if reason else read
-
-
-def _qkv_reason(parameter: Tensor, config: Any) -> str:
-    expected = (config.num_attention_heads + 2 * config.num_query_groups) * config.kv_channels
-    if parameter.shape[0] == expected:
-        return ""
-    return f"linear_qkv has {parameter.shape[0]} rows where queries, keys and values make {expected}"
+    if config.layernorm_zero_centered_gamma and name.endswith(_NORMS):
+        return Unobservable(reason="the norm stores its weight minus 1; no bits to compare")
+    rows = (config.num_attention_heads + 2 * config.num_query_groups) * config.kv_channels
+    if "linear_qkv." in name and not name.endswith(_NORMS) and parameter.shape[0] != rows:
+        reason = f"linear_qkv has {parameter.shape[0]} rows where queries, keys and values make {rows}"
+        return Unobservable(reason=reason)
+    return read
 
 
 def _qkv(parameter: Tensor, config: Any, part: int) -> Tensor:

@@ -79,6 +79,9 @@ class VllmBackend:
         self._bindings: list[Binding] = []
         self._passes = 0
         _require_engine(llm)
+        # Read once: a reload from a path re-points model_config at that path, which may be gone by the next reading.
+        self._generation_defaults = dict(readback.generation_defaults(self._config.model_config))
+        self._default_params = llm.get_default_sampling_params()
         self.mutation_count()
         mode = self.read_back().effective("rollout.logprobs_mode")
         self._logprobs_mode = mode if isinstance(mode, str) else str(self._config.model_config.logprobs_mode)
@@ -162,7 +165,7 @@ class VllmBackend:
         """Return the effective settings of every worker, merged, and those of the engine around them."""
         replies = self._call("mh_read_back")
         settings = readback.merged({reply["rank"]: readback.from_plain(reply["settings"]) for reply in replies})
-        settings.update(readback.generation_defaults(self._config.model_config))
+        settings.update(self._generation_defaults)
         settings.update(self._scheduler_settings())
         settings["weights.version"] = (
             Unobservable(reason="the loop gives no label of its weights")
@@ -210,10 +213,11 @@ class VllmBackend:
         """
         sources: dict[str, str] | None = None
         if sampling_params is None:
-            sampling_params = self._llm.get_default_sampling_params()
-            supplied = self._config.model_config.get_diff_sampling_param()
+            sampling_params = self._default_params
             sources = {
-                name: _GENERATION_CONFIG if name in supplied else Source.CLASS_DEFAULT.value
+                name: _GENERATION_CONFIG
+                if f"rollout.generation_config.{name}" in self._generation_defaults
+                else Source.CLASS_DEFAULT.value
                 for name in capture.SETTINGS
             }
         label = weight_version if weight_version is not None else self._weight_version() if self._weight_version else ""

@@ -181,7 +181,7 @@ def _rope(model: Any, runner: Any, config: Any) -> Settings:
         theta, theta_by = float(overrides["rope_theta"]), f"{_ENGINE_ARGUMENT} hf_overrides"
     if len(rotaries) != 1:
         several = Unobservable(reason=f"{len(rotaries)} rotary tables in the live model; one can be read")
-        names = ("theta", "scaling_type", "inverse_frequency_last", "fused")
+        names = ("theta", "scaling_type", "scaling_factor", "inverse_frequency_last", "fused")
         return {f"model.rope.{name}": several for name in names}
     name, rotary = next(iter(rotaries.values()))
     implied = implied_inverse_frequencies(rotary)
@@ -191,6 +191,9 @@ def _rope(model: Any, runner: Any, config: Any) -> Settings:
         "model.rope.theta": _live(implied.theta, where, theta, theta_by),
         "model.rope.scaling_type": _live(
             _ROPE_CLASSES.get(kind, kind), f"class of {name}", parameters.get("rope_type"), by
+        ),
+        "model.rope.scaling_factor": _live(
+            float(getattr(rotary, "scaling_factor", 1.0)), f"{name}.scaling_factor", parameters.get("factor"), by
         ),
         "model.rope.inverse_frequency_last": _live(float(implied.frequencies[-1]), where),
         "model.rope.fused": _live(not implementation(rotary).endswith("forward_native"), f"{name}._forward_method"),
@@ -304,14 +307,18 @@ def _engine(model: Any, runner: Any, config: Any) -> Settings:
     # The decorated body of the model knows whether it calls its graph; every other module is eager by construction.
     bodies = _named(model, lambda module: hasattr(module, "do_not_compile"))
     compiled = any(not body.do_not_compile for body in bodies.values())
-    mode = f"compiled ({compilation.mode.name}, CUDA graphs {compilation.cudagraph_mode.name})"
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     threads = os.environ.get("OMP_NUM_THREADS", "")
     return {
         "engine.compiled": _live(
-            mode if compiled else "eager",
-            f"{next(iter(bodies))}.do_not_compile" if bodies else type(model).__name__,
-            *(("eager", f"{_ENGINE_ARGUMENT} enforce_eager") if config.model_config.enforce_eager else ()),
+            compiled or compilation.cudagraph_mode.name != "NONE",
+            f"{next(iter(bodies))}.do_not_compile, mode {compilation.mode.name}" if bodies else type(model).__name__,
+            *((False, f"{_ENGINE_ARGUMENT} enforce_eager") if config.model_config.enforce_eager else ()),
+        ),
+        "engine.cuda_graphs": Reading(
+            effective=compilation.cudagraph_mode.name.lower(),
+            source=Source.REQUESTED,
+            where="resolved engine configuration (compilation_config.cudagraph_mode)",
         ),
         "engine.threads": _live(
             torch.get_num_threads(),

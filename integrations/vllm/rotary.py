@@ -95,7 +95,9 @@ def _round_first(theta: float) -> Iterator[float]:
     seen: set[float] = set()
     for digits in range(6):
         step = 10.0 ** (magnitude - digits)
-        for offset in (0, 1, -1):
+        # A bf16 table gives the base to about one part in ten thousand.
+        reach = max(1, min(16, math.ceil(2e-4 * theta / step)))
+        for offset in sorted(range(-reach, reach + 1), key=abs):
             candidate = (round(theta / step) + offset) * step
             if candidate > 1 and candidate not in seen:
                 seen.add(candidate)

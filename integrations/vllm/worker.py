@@ -17,6 +17,7 @@ from mismatch_hooks.schema.freeze import thaw
 
 _ABSENT = object()
 Plain = dict[str, Any]
+_Mark = tuple[list[Callable[[], object]], int, bytes]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,7 +66,7 @@ class _State:
     bindings: list[_Bound] = field(default_factory=list)
     running: _Pass | None = None
     writes: int = 0
-    loaded: list[tuple[Callable[[], object] | None, int]] | None = None
+    loaded: _Mark | None = None
 
 
 class WorkerExtension:
@@ -89,8 +90,8 @@ class WorkerExtension:
     def mh_mutation_count(self) -> Plain:
         """Return how often this worker has seen its weights rewritten, between one call and the next."""
         state, model = self._mh_state(), self._mh_model()
-        loaded = [_load_mark(module) for module in model.modules()]
-        if state.loaded is not None and _marks(state.loaded) != _marks(loaded):
+        loaded = _load_mark(model)
+        if state.loaded is not None and not _same_load(state.loaded, loaded):
             state.writes += 1
         state.loaded = loaded
         return self._mh_reply(count=state.writes)
@@ -206,14 +207,21 @@ def _held(site: PatchSite) -> Any:
     return vars(site.owner).get(site.name, _ABSENT)
 
 
-def _load_mark(module: Any) -> tuple[Callable[[], object] | None, int]:
-    """What changes when a module is loaded again: its packed kernel (held weakly: it owns the weights) and versions."""
-    kernel = getattr(module, "cpu_linear", None)
-    parameters = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    versions = sum(0 if parameter.is_inference() else parameter._version for parameter in parameters)
-    return (None if kernel is None else weakref.ref(kernel), versions)
+def _load_mark(model: Any) -> _Mark:
+    """What changes when weights are written: packed kernels (held weakly: they own weights), versions, some bits."""
+    import torch
+
+    kernels = [weakref.ref(module.cpu_linear) for module in model.modules() if hasattr(module, "cpu_linear")]
+    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if tensor.numel()]
+    # A reload may copy through parameter.data, which leaves the version where it is; a few bits of each tensor tell.
+    versions = sum(0 if tensor.is_inference() else tensor._version for tensor in tensors)
+    sample = [tensor.flatten()[:: max(1, tensor.numel() // 8)][:8].double() for tensor in tensors]
+    return kernels, versions, torch.cat(sample).cpu().numpy().tobytes() if sample else b""
 
 
-def _marks(marks: Sequence[tuple[Callable[[], object] | None, int]]) -> list[tuple[int, int]]:
-    # A kernel that is gone must not equal a new one at its address.
-    return [(0 if kernel is None else id(kernel()) if kernel() is not None else -1, seen) for kernel, seen in marks]
+def _same_load(seen: _Mark, found: _Mark) -> bool:
+    # A kernel that is gone equals no kernel, not even a new one at its address.
+    same_kernels = len(seen[0]) == len(found[0]) and all(
+        old() is not None and old() is new() for old, new in zip(seen[0], found[0], strict=True)
+    )
+    return same_kernels and seen[1:] == found[1:]

@@ -106,7 +106,8 @@ def estimate_baseline(readings: Sequence[Reading], *, smallest: float, correlate
     observed = pooled(kept)
     wander = _wander(kept, observed)
     fraction = max(observed, smallest)
-    error = relative_error(kept, fraction=fraction, wander=wander, correlated_steps=correlated_steps)
+    clipped = max(1.0, fraction * sum(reading.tokens for reading in kept))
+    error = math.sqrt(1.0 / clipped + wander**2 * correlated_steps / len(kept))
     return Baseline(
         fraction=judgeable(fraction * (1.0 + _BASELINE_DEVIATIONS * error), smallest=smallest),
         observed=observed,
@@ -114,12 +115,6 @@ def estimate_baseline(readings: Sequence[Reading], *, smallest: float, correlate
         first_step=readings[0].step,
         last_step=readings[-1].step,
     )
-
-
-def relative_error(readings: Sequence[Reading], *, fraction: float, wander: float, correlated_steps: int) -> float:
-    """Return the standard deviation of the pooled fraction of the readings, as a share of ``fraction``."""
-    clipped = max(1.0, fraction * sum(reading.tokens for reading in readings))
-    return math.sqrt(1.0 / clipped + wander**2 * correlated_steps / len(readings))
 
 
 def log_likelihood_ratio(reading: Reading, *, fraction: float, wander: float, odds_ratio: float) -> float:

@@ -19,14 +19,14 @@ from mismatch_hooks.live.change_detection import (
     judgeable,
     log_likelihood_ratio,
     pooled,
-    relative_error,
     significant,
 )
 
 ALARM = 20.0  # nats of evidence; chosen on the operating curve of benchmarks/alert_quality.py
 ODDS_RATIO = 2.25  # the rise that is looked for; evidence grows from about 1.5 times the baseline on
-_RECOVERED = 8.0  # nats of evidence for the baseline that close an alert
-_SPIKE_OVER = 4.0  # the same, for an alert that one step opened
+_RECOVERED = 5.0  # nats of evidence for the baseline that close an alert
+_RECOVERED_ODDS_RATIO = 1.5  # against this rise: between 1.2 and 1.5 times the baseline nothing opens or closes
+_SPIKE_OVER = 4.0  # nats against a rise of ODDS_RATIO, for an alert that one step opened
 _SPIKE_STEPS = 4  # later steps that such an alert gets to be borne out, or it closes
 _CALM_STEPS = 2  # in a row, whatever the evidence
 _CALM_STEPS_BLIND = 3  # the same, where there is no baseline yet
@@ -155,8 +155,8 @@ def _watch(state: ClipState, reading: Reading, rules: ClipRules) -> tuple[ClipSt
         state = replace(state, anchor=settled, baseline=_provisional_baseline(settled, rules))
         if len(settled) < rules.settings.min_steps:
             return _open(state, reading, rules, sudden=False)
-    elif len(state.anchor) == rules.settings.window and state.baseline is not None:
-        state = replace(state, baseline=_final_baseline(state.baseline, state.anchor, rules))
+    if len(state.anchor) == rules.settings.window:
+        state = replace(state, baseline=_final_baseline(state.anchor, rules))
     return state, ()
 
 
@@ -205,10 +205,12 @@ def _follow(
 
 def _updated(regression: Regression, baseline: Baseline | None, reading: Reading, rules: ClipRules) -> Regression:
     if baseline is None:
-        evidence, wander = 0.0, WANDER_EXPECTED
+        evidence, still_raised, wander = 0.0, 0.0, WANDER_EXPECTED
         calm = reading.fraction <= _CALM_BELOW_LIMIT * rules.limit
     else:
         evidence, wander = _evidence(reading, baseline), baseline.wander
+        ratio = ODDS_RATIO if regression.sudden else _RECOVERED_ODDS_RATIO
+        still_raised = _evidence(reading, baseline, odds_ratio=ratio)
         calm = evidence < 0.0 and reading.fraction <= rules.limit
     worse = log_likelihood_ratio(reading, fraction=regression.level, wander=wander, odds_ratio=ODDS_RATIO)
     return replace(
@@ -216,7 +218,7 @@ def _updated(regression: Regression, baseline: Baseline | None, reading: Reading
         sudden=regression.sudden and regression.readings_since < _SPIKE_STEPS,
         readings_since=regression.readings_since + 1,
         evidence_since=regression.evidence_since + evidence,
-        recovery=max(0.0, regression.recovery - evidence),
+        recovery=max(0.0, regression.recovery - still_raised),
         worse=max(0.0, regression.worse + worse),
         calm_steps=regression.calm_steps + 1 if calm else 0,
         last_raised_step=regression.last_raised_step if calm else reading.step,
@@ -232,8 +234,8 @@ def _has_recovered(regression: Regression, baseline: Baseline | None) -> bool:
     return regression.calm_steps >= _CALM_STEPS and regression.recovery >= needed
 
 
-def _evidence(reading: Reading, baseline: Baseline) -> float:
-    return log_likelihood_ratio(reading, fraction=baseline.fraction, wander=baseline.wander, odds_ratio=ODDS_RATIO)
+def _evidence(reading: Reading, baseline: Baseline, *, odds_ratio: float = ODDS_RATIO) -> float:
+    return log_likelihood_ratio(reading, fraction=baseline.fraction, wander=baseline.wander, odds_ratio=odds_ratio)
 
 
 def _extended(run: LimitRun | None, reading: Reading, limit: float) -> LimitRun | None:
@@ -277,20 +279,10 @@ def _provisional_baseline(anchor: tuple[Reading, ...], rules: ClipRules) -> Base
     return estimate_baseline(anchor, smallest=rules.smallest, correlated_steps=0)
 
 
-def _final_baseline(provisional: Baseline, anchor: tuple[Reading, ...], rules: ClipRules) -> Baseline:
-    """Return the baseline of the whole window, raised over the provisional one by no more than that one's own error.
-
-    Without that bound a drift that began inside the window would be swallowed by the baseline.
-    """
-    final = estimate_baseline(anchor, smallest=rules.smallest, correlated_steps=_CORRELATED_STEPS)
-    error = relative_error(
-        anchor[: rules.settings.min_steps],
-        fraction=provisional.fraction,
-        wander=provisional.wander,
-        correlated_steps=_CORRELATED_STEPS,
-    )
-    highest = provisional.fraction * (1.0 + 2.0 * error)
-    return replace(final, fraction=judgeable(min(final.fraction, highest), smallest=rules.smallest))
+def _final_baseline(anchor: tuple[Reading, ...], rules: ClipRules) -> Baseline:
+    # A steep drift inside the window has raised its alert against the provisional baseline by now, and steps under an
+    # alert do not enter; a slow one raises this baseline a little, and is found later against it, since it stays put.
+    return estimate_baseline(anchor, smallest=rules.smallest, correlated_steps=_CORRELATED_STEPS)
 
 
 def _describe(

@@ -45,7 +45,7 @@ class HooksConfig(_Section):
     enabled: bool = True
     ablate_every: Annotated[int, Field(ge=0)] = 20  # steps; 0 = capture and metrics only
     sample_sequences: Annotated[int, Field(ge=1)] = 16  # sequences re-scored in an ablation; 10 or more can accuse
-    time_budget: Annotated[float, Field(gt=0, le=1)] = 0.05  # share of wall time that ablation may take
+    time_budget: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 0.05  # share of wall time for ablation
     origin: Literal["native"] = "native"  # what every other factor is bound to
     factors: Literal["all"] | tuple[str, ...] = "all"  # ids or globs
     model_family: Literal["dense", "moe", "large_moe"] = "dense"
@@ -56,9 +56,20 @@ class HooksConfig(_Section):
     scoring_timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0  # seconds for one rollout scoring pass
     alerts: Alerts = Alerts()
 
-    @field_validator("factors", "sinks", mode="before")
+    @field_validator("factors", mode="before")
+    @classmethod
+    def _all_or_names(cls, given: object) -> object:
+        if given == "all":
+            return given
+        if not isinstance(given, list | tuple) or not all(isinstance(name, str) for name in given):
+            raise ValueError(f"got {given!r}; accepts all, or a list of factor ids and globs")
+        return tuple(given)
+
+    @field_validator("sinks", mode="before")
     @classmethod
     def _from_list(cls, given: object) -> object:
+        if isinstance(given, list) and any(given.count(name) > 1 for name in given):
+            raise ValueError(f"got {given!r}; accepts each sink once")
         return tuple(given) if isinstance(given, list) else given
 
 
@@ -82,11 +93,11 @@ def parse_config(raw: Mapping[str, Any] | HooksConfig) -> HooksConfig:
 
 def _sentence(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
-    path = [str(part) for part in first["loc"] if not _is_union_branch(part)]
+    path = [str(part) for part in first["loc"]]
     key = ".".join([SECTION, *path])
     given, kind = first["input"], first["type"]
     if kind == "extra_forbidden":
-        known = _keys_beside(path)
+        known = list(_section(path).model_fields)
         near = get_close_matches(path[-1], known, n=1)
         hint = f" Did you mean '{near[0]}'?" if near else ""
         return f"{key}: unknown key; accepts {', '.join(known)}.{hint}"
@@ -97,35 +108,33 @@ def _sentence(error: ValidationError) -> str:
         return f"{key}: got {given!r}; accepts {', '.join(accepted)}.{hint}"
     if kind == "value_error":
         return f"{key}: {first['ctx']['error']}."
+    if kind in ("int_type", "greater_than_equal"):
+        least = next(bound.ge for bound in _section(path).model_fields[path[-1]].metadata if hasattr(bound, "ge"))
+        return f"{key}: got {given!r} ({type(given).__name__}); accepts an integer of {least} or more."
     return f"{key}: got {given!r} ({type(given).__name__}); {_accepted(first)}."
-
-
-def _is_union_branch(part: object) -> bool:
-    # pydantic names the branch of a union in the location; a person only wants the key.
-    return isinstance(part, str) and ("[" in part or "'" in part)
 
 
 def _accepted(found: Mapping[str, Any]) -> str:
     context = found.get("ctx", {})
     bounds = {
-        "int_type": "accepts an integer",
         "bool_type": "accepts true or false",
         "float_type": "accepts a number",
         "string_type": "accepts text",
-        "greater_than_equal": f"accepts {context.get('ge')} or more",
         "greater_than": f"accepts more than {context.get('gt')}",
         "less_than_equal": f"accepts {context.get('le')} or less",
         "finite_number": "accepts a finite number",
         "tuple_type": "accepts a list",
+        "invalid_key": "keys are text",
         "model_type": "accepts a mapping",
     }
     return bounds.get(found["type"], str(found["msg"]).replace("Input should be", "accepts").lower())
 
 
-def _keys_beside(path: list[str]) -> list[str]:
+def _section(path: list[str]) -> type[BaseModel]:
+    """The section that holds the last key of ``path``."""
     section: type[BaseModel] = HooksConfig
     for name in path[:-1]:
         annotation = section.model_fields[name].annotation
         candidates = [annotation, *get_args(annotation)]
         section = next(kind for kind in candidates if isinstance(kind, type) and issubclass(kind, BaseModel))
-    return list(section.model_fields)
+    return section

@@ -17,7 +17,7 @@ from mismatch_hooks.live.planning import make_plan
 from mismatch_hooks.live.registry import load_registry
 from mismatch_hooks.live.weights import WeightsWatch
 from mismatch_hooks.pipeline.bind import RestoreError
-from mismatch_hooks.pipeline.compare import differing_settings
+from mismatch_hooks.pipeline.compare import differing_settings, not_as_requested
 from mismatch_hooks.pipeline.guards import GuardInput, tripped
 from mismatch_hooks.pipeline.metrics import MetricState, measure, merge
 from mismatch_hooks.schema.backend import ScoringBackend
@@ -358,9 +358,7 @@ class MismatchHooks:
         for verdict in result.verdicts:
             about = {"factor": verdict.factor, "origin": verdict.origin}
             for gate in verdict.gates:
-                self._emit(
-                    "gate", step, {"factor": verdict.factor, "gate": gate.name, "ok": gate.ok, "reason": gate.reason}
-                )
+                self._emit("gate", step, {**about, "gate": gate.name, "ok": gate.ok, "reason": gate.reason})
             for arm in verdict.arms:
                 self._emit("arm", step, {**about, "arm": arm.arm, "metrics": arm.metrics})
             paths = {**result.paths} if verdict.arms else {}
@@ -374,7 +372,11 @@ class MismatchHooks:
 
     def _report_readback(self, step: int | None, rollout: Readback, training: Readback) -> None:
         differences = differing_settings(rollout, training)
-        self._emit("readback", step, readback_payload(rollout=rollout, training=training, differences=differences))
+        requests = {one.role: not_as_requested(one) for one in (training, rollout)}
+        payload = readback_payload(
+            rollout=rollout, training=training, differences=differences, not_as_requested=requests
+        )
+        self._emit("readback", step, payload)
 
     def _opening(self) -> dict[str, Any]:
         return {

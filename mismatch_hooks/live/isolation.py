@@ -191,7 +191,7 @@ class Fanout:
         deadline = time.monotonic() + timeout_s
         jobs = [(lane, lane.start(call, step)) for lane in lanes if not lane.hung and not lane.ended]
         for lane, job in jobs:
-            if job.done.wait(max(0.0, deadline - time.monotonic())):
+            if job.wait(deadline):
                 self._settle(lane, job)
             else:
                 lane.hung = True
@@ -227,6 +227,10 @@ class _Job:
     step: int | None
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
+
+    def wait(self, deadline: float) -> bool:
+        """Return whether the call has ended, at the latest at ``deadline`` of the monotonic clock."""
+        return self.done.wait(max(0.0, deadline - time.monotonic()))
 
 
 class _Lane:

@@ -1,6 +1,7 @@
 """Find operator checks by entry point, the built-in ones like those of other distributions."""
 
 import importlib
+import importlib.util
 import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,12 +11,14 @@ from importlib.metadata import entry_points
 from types import ModuleType
 from typing import Any, Protocol, cast
 
+from mismatch_hooks.live.isolation import ErrorLedger
 from mismatch_hooks.pipeline.bind import PatchSite
 from mismatch_hooks.schema.enums import PolicyRole
 from mismatch_hooks.schema.factor import MismatchFactor
-from mismatch_hooks.schema.freeze import SchemaError
+from mismatch_hooks.schema.freeze import FrozenMapping, SchemaError
 
 GROUP = "mismatch_hooks.operator_checks"
+_OURS = "mismatch_hooks.operator_checks"
 
 
 class UnknownFactorError(ValueError):
@@ -40,13 +43,17 @@ class Registry:
 
     Attributes:
         factors: factor id to declaration, in order of id.
-        adapters: operator to the dotted name of its adapter module; imported only when asked for.
+        adapters: factor id to the dotted name of its adapter module; imported only when asked for.
         broken: operator package to the error that kept it out; the others work.
     """
 
     factors: Mapping[str, MismatchFactor]
     adapters: Mapping[str, str]
-    broken: Mapping[str, str] = field(default_factory=dict)
+    broken: Mapping[str, str] = field(default_factory=FrozenMapping)
+
+    def __post_init__(self) -> None:
+        for name in ("factors", "adapters", "broken"):
+            object.__setattr__(self, name, FrozenMapping(getattr(self, name)))
 
     def select(self, patterns: str | Sequence[str]) -> tuple[MismatchFactor, ...]:
         """Return the factors that ``"all"``, ids or globs name, in order of id.
@@ -71,38 +78,51 @@ class Registry:
 
     def adapter(self, factor: str) -> Adapter:
         """Import and return the adapter of a factor's operator."""
-        return cast(Adapter, importlib.import_module(self.adapters[self.factors[factor].operator]))
+        return cast(Adapter, importlib.import_module(self.adapters[factor]))
 
 
 @cache
 def load_registry() -> Registry:
-    """Return everything registered under the entry-point group, read once per process."""
+    """Return everything registered under the entry-point group, read once per process.
+
+    A package that cannot be used is named in ``broken`` with the reason. Where two declare one factor, ours keeps it,
+    and among others the first by entry-point name.
+    """
     factors: dict[str, MismatchFactor] = {}
     adapters: dict[str, str] = {}
-    broken: dict[str, str] = {}
-    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
-        try:
-            package = entry.load()
-        except ImportError as error:
-            broken[entry.value] = str(error)
-            continue
-        for operator in _subpackages(package):
-            name = f"{package.__name__}.{operator}"
-            try:
-                declared = _declared(name)
-            except (ImportError, SchemaError) as error:
-                broken[name] = str(error)
-                continue
-            factors.update(declared)
-            adapters[operator] = f"{name}.adapter"
-    return Registry(factors=dict(sorted(factors.items())), adapters=adapters, broken=broken)
+    plugins = ErrorLedger()
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: (entry.value != _OURS, entry.name, entry.value)):
+        operators: list[str] = []
+        with plugins.guard(f"operator check {entry.value}"):
+            operators = _operators(entry.load())
+        for operator in operators:
+            with plugins.guard(f"operator check {operator}"):
+                declared = _declared(operator)
+                _refuse_taken(declared, adapters)
+                factors.update(declared)
+                adapters.update(dict.fromkeys(declared, f"{operator}.adapter"))
+    return Registry(
+        factors=dict(sorted(factors.items())),
+        adapters=adapters,
+        broken={one.cause.removeprefix("operator check "): one.message for one in plugins.firsts()},
+    )
 
 
-def _subpackages(package: ModuleType) -> list[str]:
-    return [module.name for module in pkgutil.iter_modules(package.__path__) if module.ispkg]
+def _operators(package: ModuleType) -> list[str]:
+    return [f"{package.__name__}.{found.name}" for found in pkgutil.iter_modules(package.__path__) if found.ispkg]
+
+
+def _refuse_taken(declared: Mapping[str, MismatchFactor], adapters: Mapping[str, str]) -> None:
+    for factor in declared:
+        if factor in adapters:
+            raise SchemaError(
+                f"{factor} is declared by {adapters[factor].removesuffix('.adapter')} already; rename one."
+            )
 
 
 def _declared(operator: str) -> dict[str, MismatchFactor]:
+    if importlib.util.find_spec(f"{operator}.adapter") is None:
+        raise SchemaError(f"{operator} has no adapter.py, so its factors cannot be bound; add one.")
     folder = importlib.import_module(f"{operator}.factors")
     found: dict[str, MismatchFactor] = {}
     for module in pkgutil.iter_modules(folder.__path__):

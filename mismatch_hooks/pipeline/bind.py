@@ -1,8 +1,10 @@
 """Hold implementations replaced in a live engine, count what ran, and put everything back."""
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import FunctionType, MethodType
 from typing import Any
 
 from mismatch_hooks.schema.enums import Choice, SwitchStatus
@@ -70,7 +72,7 @@ class CallCounter:
 class _Replacement:
     """What stands in a patched attribute: counts and runs the reference; once its block has ended, the original."""
 
-    __slots__ = ("_active", "_counter", "_original", "_reference", "site")
+    __slots__ = ("_active", "_counter", "_is_method", "_original", "_reference", "site")
 
     def __init__(self, site: PatchSite, original: Callable[..., Any], counter: CallCounter) -> None:
         self.site = site
@@ -78,6 +80,14 @@ class _Replacement:
         self._reference = site.build(original)
         self._counter = counter
         self._active = True
+        # A function in a class body binds to its instance; so must what stands in its place.
+        found = inspect.getattr_static(site.owner, site.name)
+        self._is_method: bool = isinstance(site.owner, type) and (
+            found._is_method if isinstance(found, _Replacement) else isinstance(found, FunctionType)
+        )
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return MethodType(self, instance) if self._is_method and instance is not None else self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._active:  # a wrapper of somebody else may hold on to us
@@ -112,15 +122,21 @@ def _patched(site: PatchSite, counter: CallCounter) -> Iterator[None]:
         yield
     finally:
         replacement.end()
-        found = vars(site.owner).get(site.name, _ABSENT)
-        if found is not replacement:
-            raise RestoreError(
-                f"{type(site.owner).__name__}.{site.name} holds {found!r}, not ours; unload the tool that patched it."
-            )
-        if own is _ABSENT:
-            delattr(site.owner, site.name)
-        else:
-            setattr(site.owner, site.name, own)
+        _restore(site, own, replacement)
+
+
+def _restore(site: PatchSite, own: Any, replacement: _Replacement) -> None:
+    found = vars(site.owner).get(site.name, _ABSENT)
+    if found is own:
+        return  # somebody put the original back before us; the readback of the pass has shown it
+    if found is not replacement:
+        raise RestoreError(
+            f"{_name(site.owner)}.{site.name} holds {found!r}, not ours; unload the tool that patched it."
+        )
+    if own is _ABSENT:
+        delattr(site.owner, site.name)
+    else:
+        setattr(site.owner, site.name, own)
 
 
 def read_switches(
@@ -148,7 +164,7 @@ def _read_switch(factor: str, requested: Choice, sites: Sequence[PatchSite], ran
         )
     held = [_holds_reference(site) for site in sites]
     trace = tuple(
-        f"{site.site}: {type(site.owner).__name__}.{site.name} holds {'the reference' if is_ours else 'native'}"
+        f"{site.site}: {_name(site.owner)}.{site.name} holds {'the reference' if is_ours else 'native'}"
         for site, is_ours in zip(sites, held, strict=True)
         if is_ours is not (requested is Choice.REFERENCE)
     )
@@ -161,6 +177,10 @@ def _read_switch(factor: str, requested: Choice, sites: Sequence[PatchSite], ran
     return SwitchState(
         factor=factor, rank=rank, requested=requested, effective=None, status=SwitchStatus.FELL_BACK, trace=trace[:8]
     )
+
+
+def _name(owner: Any) -> str:
+    return str(getattr(owner, "__name__", type(owner).__name__))
 
 
 def _holds_reference(site: PatchSite) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 from mismatch_hooks.schema.enums import PlanOutcome, RebindCost
 from mismatch_hooks.schema.factor import MismatchFactor, Prerequisites, ReferenceImplementation
@@ -51,8 +52,10 @@ def _choose(factor: MismatchFactor, surroundings: Surroundings) -> tuple[Referen
 def unmet_prerequisites(needs: Prerequisites, surroundings: Surroundings) -> tuple[str, ...]:
     """Return what is missing, one phrase each; installed versions are compared by PEP 440, nothing is imported."""
     unmet = []
+    # A distribution may spell its own name with underscores (transformer_engine does); PEP 503 makes both one name.
+    found = {canonicalize_name(name): version for name, version in surroundings.packages.items()}
     for package, wanted in needs.packages.items():
-        installed = surroundings.packages.get(package)
+        installed = found.get(canonicalize_name(package))
         if installed is None:
             unmet.append(f"{package}{wanted} is not installed")
         elif not SpecifierSet(wanted).contains(installed, prereleases=True):

@@ -1,11 +1,11 @@
 """Traps that would make a verdict a lie; each returns sentences that name the value, the side and the remedy."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mismatch_hooks.schema.capture import RolloutSequence
-from mismatch_hooks.schema.readback import Readback, Unobservable
+from mismatch_hooks.schema.readback import Readback, Reading, Unobservable
 from mismatch_hooks.schema.score import WeightsDigest
 
 
@@ -86,38 +86,99 @@ def _captured_after_update(found: GuardInput) -> list[str]:
 
 
 def _placeholder_logprobs(found: GuardInput) -> list[str]:
-    pairs = [
-        (training, rollout)
-        for sequence, row in zip(found.sequences, found.training_logprobs, strict=True)
-        for training, rollout, active in zip(row, sequence.rollout_logprobs, sequence.mask, strict=True)
-        if active
-    ]
+    pairs = [(training, rollout) for _, _, training, rollout in _active(found)]
     if pairs and not found.aligned and all(training == rollout for training, rollout in pairs):
         return [
             f"Training log-probs are a copy of the rollout's ({len(pairs)} of {len(pairs)} tokens equal with no "
             "operator aligned); nothing was compared. Pass what the trainer computed."
         ]
-    zeros = [(training, rollout) for training, rollout in pairs if (rollout == 0.0) != (training == 0.0)]
-    if zeros:
-        return [f"{len(zeros)} active tokens carry a placeholder log-prob (exactly 0 on one side); mask them out."]
+    return [*_exact_zeros(found, "rollout"), *_exact_zeros(found, "training")]
+
+
+def _exact_zeros(found: GuardInput, side: str) -> list[str]:
+    places = [
+        (index, position, other)
+        for index, position, training, rollout in _active(found)
+        for value, other in [(rollout, training) if side == "rollout" else (training, rollout)]
+        if value == 0.0 and other is not None and other < _SURELY_BELOW_ZERO
+    ]
+    if not places:
+        return []
+    index, first, other = places[0]
+    last = first
+    while (index, last + 1) in {place[:2] for place in places}:
+        last += 1
+    tokens = f"token {first}" if last == first else f"tokens {first}–{last}"
+    return [
+        f"{len(places)} active tokens carry placeholder log-probs (exact 0) on {side}, first {tokens} of sequence "
+        f"{index}, where the other side has {other:.4f}; mask tokens out that were not sampled."
+    ]
+
+
+# A side that gives a token the fp32 log-prob 0 gives all others below 6e-8 together; another side that gives them 1e-3
+# is ten nats of logit away, which no rounding is. A confident token may be 0 on one side and -1e-7 on the other.
+_SURELY_BELOW_ZERO = -1e-3
+
+
+def _active(found: GuardInput) -> Iterator[tuple[int, int, float, float | None]]:
+    """Every active token: sequence, position, training log-prob, rollout log-prob."""
+    for index, (sequence, row) in enumerate(zip(found.sequences, found.training_logprobs, strict=True)):
+        for position, (training, rollout, active) in enumerate(
+            zip(row, sequence.rollout_logprobs, sequence.mask, strict=True)
+        ):
+            if active:
+                yield index, position, training, rollout
+
+
+def _differences(found: GuardInput) -> list[float]:
+    """training − rollout of every active token that is finite on both sides."""
+    return [
+        training - rollout
+        for _, _, training, rollout in _active(found)
+        if rollout is not None and math.isfinite(training) and math.isfinite(rollout)
+    ]
+
+
+# Fewer pairs than the first number line up by accident too often, and fewer than the second do so nearly: for unrelated
+# log-probs, exponential with one mean, a quarter of the mean |difference| over 16 pairs has a chance of 1e-4 (F test).
+_FEWEST_EQUAL, _FEWEST_NEAR, _NEAR = 5, 16, 0.25
+
+
+def _positions_shifted(found: GuardInput) -> list[str]:
+    here = _mean(_lagged(found, 0))
+    for lag, where in ((1, "ahead of"), (-1, "behind")):
+        there = _lagged(found, lag)
+        equal = len(there) >= _FEWEST_EQUAL and not any(there)
+        near = len(there) >= _FEWEST_NEAR and _mean(there) < _NEAR * here
+        if here > 0.0 and (equal or near):
+            seen = (
+                f"all {len(there)} overlapping pairs are equal"
+                if equal
+                else f"mean |dlogp| of {len(there)} pairs is {_mean(there):.4f}"
+            )
+            return [
+                f"Training is one position {where} rollout: at lag {lag} {seen}; at lag 0 mean |dlogp| is {here:.4f}. "
+                "Line both up so that each log-prob belongs to the token at its own position."
+            ]
     return []
+
+
+def _lagged(found: GuardInput, lag: int) -> list[float]:
+    """|training[i] − rollout[i + lag]| where both tokens are active and finite."""
+    rollouts = {(index, position): rollout for index, position, _, rollout in _active(found)}
+    pairs = [(one, rollouts.get((index, position + lag))) for index, position, one, _ in _active(found)]
+    gaps = [abs(training - rollout) for training, rollout in pairs if rollout is not None]
+    return [gap for gap in gaps if math.isfinite(gap)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan
 
 
 def _nonfinite(found: GuardInput) -> list[str]:
     sentences = []
-    rollout = [
-        value
-        for sequence in found.sequences
-        for value, active in zip(sequence.rollout_logprobs, sequence.mask, strict=True)
-        if active
-    ]
-    training = [
-        value
-        for sequence, row in zip(found.sequences, found.training_logprobs, strict=True)
-        for value, active in zip(row, sequence.mask, strict=True)
-        if active
-    ]
-    for side, values in (("rollout", rollout), ("training", training)):
+    for side, which in (("rollout", 3), ("training", 2)):
+        values = [token[which] for token in _active(found)]
         bad = sum(value is None or not math.isfinite(value) for value in values)
         if bad:
             sentences.append(
@@ -128,15 +189,18 @@ def _nonfinite(found: GuardInput) -> list[str]:
 
 def _sampling(found: GuardInput) -> list[str]:
     sentences = []
-    training_temperature = found.training.effective("training.logprob.temperature")
-    scale = 1.0 if isinstance(training_temperature, Unobservable) else float(training_temperature)
+    divisor = found.training.settings.get("training.logprobs.temperature")
+    if isinstance(divisor, Unobservable):
+        sentences.append(f"The temperature of the training log-probs cannot be read ({divisor.reason}); report it.")
+    # A trainer that reports no such setting has none: its log-probs are those of the logits as they are.
+    scale = float(divisor.effective) if isinstance(divisor, Reading) else 1.0
     settings = {(s.sampling.temperature, s.sampling.logprobs_mode) for s in found.sequences}
     for temperature, mode in sorted(settings):
         applied = temperature if mode.startswith("processed") else 1.0
         if applied != scale:
             sentences.append(
-                f"Rollout log-probs are {mode} at temperature {temperature} and training divides logits by {scale}: "
-                "two distributions; use one temperature in both log-probs."
+                f"Rollout sampled at temperature {temperature} and returned {mode}, those of temperature {applied}; "
+                f"training divides logits by {scale}: two distributions, so use one temperature in both log-probs."
             )
     transforms = {
         (name, getattr(sequence.sampling, name))
@@ -146,11 +210,19 @@ def _sampling(found: GuardInput) -> list[str]:
         if getattr(sequence.sampling, name) not in off
     }
     sentences += [
-        f"Rollout log-probs are processed with {name}={value}, which training does not apply; sample with {name} off "
-        "or return raw log-probs."
+        f"Rollout log-probs are processed with {name}={value}, which training does not apply{_kept(found, name)}; "
+        f"sample with {name} off or return raw log-probs."
         for name, value in sorted(transforms)
     ]
     return sentences
+
+
+def _kept(found: GuardInput, name: str) -> str:
+    mean = _mean(_differences(found))
+    if name not in ("top_p", "top_k", "min_p") or not math.isfinite(mean):
+        return ""
+    # Renormalised over the survivors, each rollout log-prob is larger by −log of the mass that survived.
+    return f" (mean dlogp {mean:+.4f}, a kept mass of about {math.exp(mean):.3f})"
 
 
 _OFF: dict[str, tuple[float, ...]] = {
@@ -164,23 +236,33 @@ _OFF: dict[str, tuple[float, ...]] = {
 
 
 def _dropout(found: GuardInput) -> list[str]:
-    if found.training.effective("training.mode") != "train":
+    if found.training.effective("training.mode") == "eval":
         return []
-    rates = {kind: found.training.effective(f"training.dropout.{kind}") for kind in ("attention", "hidden")}
-    active = {kind: rate for kind, rate in rates.items() if isinstance(rate, float) and rate > 0}
-    return [
-        f"{kind} dropout of {rate} is active while training scores; set it to 0 or score in eval mode."
-        for kind, rate in active.items()
-    ]
+    sentences = []
+    for kind in ("attention", "hidden"):
+        rate = max(_numbers(found.training.effective(f"training.dropout.{kind}")), default=0.0)
+        if rate > 0:
+            sentences.append(
+                f"{kind} dropout of {rate} is active while training scores; set it to 0 or score in eval mode."
+            )
+    return sentences
+
+
+def _numbers(effective: object) -> list[float]:
+    # Where modules differ, a readback lists the value of each.
+    values = list(effective.values()) if isinstance(effective, Mapping) else [effective]
+    return [float(value) for value in values if isinstance(value, int | float)]
 
 
 def _padded_vocabulary(found: GuardInput) -> list[str]:
     width, real = found.training.effective("model.vocab.logits_width"), found.rollout.effective("model.vocab.size")
     if not isinstance(width, int) or not isinstance(real, int) or width <= real:
         return []
+    differences = _differences(found)
+    one_sign = bool(differences) and all(difference < 0 for difference in differences)
     return [
         f"Training normalises over {width} logits and rollout over {real}: {width - real} padded columns are inside "
-        "the log-sum-exp; mask them."
+        f"the log-sum-exp{', and all differences have one sign' if one_sign else ''}; mask them."
     ]
 
 
@@ -189,6 +271,7 @@ GUARDS: dict[str, Callable[[GuardInput], list[str]]] = {
     "stale_rollout": _stale_rollout,
     "captured_after_update": _captured_after_update,
     "placeholder_logprobs": _placeholder_logprobs,
+    "positions_shifted": _positions_shifted,
     "nonfinite_logprobs": _nonfinite,
     "sampling_convention": _sampling,
     "dropout_active": _dropout,

@@ -255,7 +255,7 @@ class MetricState:
             "dlogp_p50": p50,
             "dlogp_p99": p99,
             "dlogp_p999": p999,
-            "dlogp_max": max(-smallest, largest),
+            "dlogp_max": float(magnitude.max()),
             "ratio_mean": _exp(largest + math.log(weight_mean)),
             "ratio_max": _exp(largest),
             "ratio_overflow": _count(dlogp > LARGEST_EXPONENT) if largest > LARGEST_EXPONENT else 0,

@@ -79,7 +79,7 @@ def _bits(values: FloatArray) -> np.ndarray:
 
 
 def _sign_flip_p_value(sums: FloatArray) -> float:
-    if not np.any(sums):
+    if len(sums) < 2 or not np.any(sums):  # one sign flipped or not is as likely either way
         return 1.0
     result = stats.permutation_test(
         (sums,),

@@ -39,10 +39,13 @@ def switch_effective(
     other_side: Mapping[PolicyRole, Sequence[SwitchState]],
 ) -> Gate:
     """Hold when each pass read back the choice it asked for on its own role, and native on the other role."""
-    problems: list[str] = []
+    problems = _missing_passes(factor, passes)
     for (role, choice), score in passes.items():
         states = [state for state in score.evidence.switches if state.factor == factor.id]
         problems += _switch_problems(factor, role, choice, states)
+        unread = set(range(len(score.evidence.forwards))) - {state.rank for state in states}
+        if states and unread:
+            problems.append(f"{factor.switch.path} was not read back on {role.value} ranks {sorted(unread)}.")
     for role in factor.switch.roles:
         other = PolicyRole.TRAINING if role is PolicyRole.ROLLOUT else PolicyRole.ROLLOUT
         states = [state for state in other_side.get(role, ()) if state.factor == factor.id]
@@ -75,9 +78,18 @@ def _switch_problems(
     return problems
 
 
+def _missing_passes(factor: MismatchFactor, passes: Mapping[PassKey, Score]) -> list[str]:
+    return [
+        f"No pass of {role.value} with {choice.value} bound arrived."
+        for role in factor.switch.roles
+        for choice in Choice
+        if (role, choice) not in passes
+    ]
+
+
 def evidence_complete(factor: MismatchFactor, passes: Mapping[PassKey, Score]) -> Gate:
     """Hold when every declared call site ran the bound reference exactly as often as the counted forwards demand."""
-    problems: list[str] = []
+    problems = _missing_passes(factor, passes)
     ran = 0
     for (role, choice), score in passes.items():
         if not score.evidence.forwards or not all(score.evidence.forwards):
@@ -86,8 +98,9 @@ def evidence_complete(factor: MismatchFactor, passes: Mapping[PassKey, Score]) -
             continue
         counts = [count for count in score.evidence.calls if count.factor == factor.id]
         declared = {site.name for site in factor.call_sites if site.role is role}
-        missing = declared - {count.site for count in counts}
-        problems += [f"No evidence from {name} on {role.value}." for name in sorted(missing)]
+        ranks = range(len(score.evidence.forwards))
+        missing = {(name, rank) for name in declared for rank in ranks} - {(one.site, one.rank) for one in counts}
+        problems += [f"No evidence from {name} on {role.value} rank {rank}." for name, rank in sorted(missing)]
         for count in counts:
             ran += count.observed
             if count.expected < 1 or count.observed != count.expected:

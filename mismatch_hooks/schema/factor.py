@@ -1,10 +1,16 @@
 """Declarations: one possible cause of mismatch, the switch that flips it and the reference both sides can take."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mismatch_hooks.schema.enums import ExecutionPath, FactorCategory, PolicyRole, RebindCost, ReferenceAuthority
 from mismatch_hooks.schema.freeze import FrozenMapping, SchemaError, freeze
+
+# One release as PEP 440 writes it, local label included ("2.13.0+cpu"); no specifier, wildcard or leading "v".
+_EXACT_VERSION = re.compile(
+    r"[0-9]+(\.[0-9]+)*((a|b|rc)[0-9]+)?(\.post[0-9]+)?(\.dev[0-9]+)?(\+[a-z0-9]+(\.[a-z0-9]+)*)?"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +31,10 @@ class Switch:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "allowed", freeze(self.allowed))
-        if len(self.allowed) < 2:
+        values = len(set(self.allowed))
+        if values < 2 or values < len(self.allowed):
             raise SchemaError(
-                f"Switch {self.path}: allowed has {len(self.allowed)} value(s); a switch needs two or more."
+                f"Switch {self.path}: allowed is {self.allowed}; a switch needs two or more values, each once."
             )
 
 
@@ -44,7 +51,7 @@ class LibraryPin:
     version: str
 
     def __post_init__(self) -> None:
-        if not self.version or not self.version[0].isdigit() or any(mark in self.version for mark in "<>=~!*, "):
+        if not _EXACT_VERSION.fullmatch(self.version):
             raise SchemaError(
                 f"LibraryPin {self.package}: got version {self.version!r}; accepts one exact observed "
                 "version such as '1.2.3'."
@@ -93,6 +100,14 @@ class ReferenceImplementation:
     pins: tuple[LibraryPin, ...] = ()
     verified_on: str
 
+    def __post_init__(self) -> None:
+        unpinned = sorted(set(self.prerequisites.packages) - {pin.package for pin in self.pins})
+        if unpinned:
+            raise SchemaError(
+                f"ReferenceImplementation {self.name}: {', '.join(unpinned)} is needed and not pinned; add the exact "
+                "version that it was verified with to pins."
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallSite:
@@ -134,7 +149,8 @@ class MismatchFactor:
     recommendation: str = ""
 
     def __post_init__(self) -> None:
-        if self.id.count(".") != 1 or not all(part.isidentifier() for part in self.id.split(".")):
+        segments = self.id.split(".")
+        if len(segments) != 2 or not all(part.isidentifier() and part == part.lower() for part in segments):
             raise SchemaError(
                 f"MismatchFactor.id: got {self.id!r}; accepts 'operator.factor', both lower-case identifiers."
             )

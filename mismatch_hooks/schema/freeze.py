@@ -9,26 +9,26 @@ class SchemaError(ValueError):
     """A record was built from values that break one of its invariants."""
 
 
-class FrozenMapping(Mapping[str, Any]):
-    """An immutable, hashable mapping with string keys whose values are frozen too.
+class FrozenMapping(Mapping[Any, Any]):
+    """An immutable, hashable mapping, keyed by strings or enum members, whose values are frozen too.
 
     A ``types.MappingProxyType`` cannot be pickled, and records travel to worker processes.
     """
 
     __slots__ = ("_items",)
-    _items: dict[str, Any]
+    _items: dict[Any, Any]
 
-    def __init__(self, items: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> None:
+    def __init__(self, items: Mapping[Any, Any] | Iterable[tuple[Any, Any]] = ()) -> None:
         snapshot = dict(items)
         for key in snapshot:
-            if not isinstance(key, str):
-                raise SchemaError(f"a mapping in a record has the key {key!r}; keys are strings.")
+            if not isinstance(key, str | Enum):
+                raise SchemaError(f"a mapping in a record has the key {key!r}; keys are strings or enum members.")
         object.__setattr__(self, "_items", {key: freeze(value) for key, value in snapshot.items()})
 
-    def __getitem__(self, key: str) -> Any:
+    def __getitem__(self, key: Any) -> Any:
         return self._items[key]
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self._items)
 
     def __len__(self) -> int:
@@ -80,7 +80,7 @@ def thaw(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.name.lower() if isinstance(value.value, int) else value.value
     if isinstance(value, Mapping):
-        return {key: thaw(member) for key, member in value.items()}
+        return {thaw(key): thaw(member) for key, member in value.items()}
     if isinstance(value, frozenset | set):
         return sorted((thaw(member) for member in value), key=repr)
     if isinstance(value, list | tuple):

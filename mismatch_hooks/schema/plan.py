@@ -22,10 +22,11 @@ class Surroundings:
     packages: Mapping[str, str]
     cuda_devices: int
     model_traits: tuple[str, ...]
-    capabilities: Mapping[PolicyRole, Mapping[str, RebindCost]] = field(default_factory=dict)
+    capabilities: Mapping[PolicyRole, Mapping[str, RebindCost]] = field(default_factory=FrozenMapping)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "packages", FrozenMapping(self.packages))
+        object.__setattr__(self, "capabilities", FrozenMapping(self.capabilities))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

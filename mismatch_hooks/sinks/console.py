@@ -34,14 +34,14 @@ _SEVERITY_STYLES = {"info": "cyan", "warning": "yellow", "critical": "bold red"}
 
 
 class ConsoleSink:
-    """Print verdicts, differences, alerts, errors and the closing summary on standard error; no line for a step."""
+    """Print verdicts, differences, alerts and the closing summary on standard error; no line for a step."""
 
     name = "console"
     confirms_on_emit = True
 
     def __init__(self) -> None:
         self._summary = RunningSummary()
-        self._differences_shown = False
+        self._readback_shown: tuple[Any, Any] | None = None
 
     def open(self) -> None:
         """Need nothing."""
@@ -51,10 +51,13 @@ class ConsoleSink:
         self._summary.observe(event)
         if event.ends_run:
             write(render_summary(self._summary))
-        elif event.type == "readback" and self._differences_shown:
-            return  # the same settings at every ablation; a change of them is an alert of its own
+        elif event.type == "error":
+            return  # logged by the ledger already, with or without this sink
+        elif event.type == "readback" and self._readback_shown == _readback_rows(event.payload):
+            return  # the same settings at every ablation
         else:
-            self._differences_shown |= event.type == "readback"
+            if event.type == "readback":
+                self._readback_shown = _readback_rows(event.payload)
             rendered = render_event(event)
             if rendered is not None:
                 write(rendered)
@@ -90,8 +93,10 @@ def render_event(event: Event) -> RenderableType | None:
         case "verdict":
             return render_verdict(event.payload, step=event.step)
         case "readback":
-            differences = event.payload.get("differences", ())
-            return render_differences(differences) if differences else None
+            not_as_requested, differences = _readback_rows(event.payload)
+            parts = [render_not_as_requested(not_as_requested)] if not_as_requested else []
+            parts += [render_differences(differences)] if differences else []
+            return Group(*parts) if parts else None
         case "alert":
             return render_alert(event.payload, step=event.step)
         case "error":
@@ -135,6 +140,29 @@ def render_arms(arms: Mapping[str, Mapping[str, Any]], effects: Mapping[str, Map
     return table
 
 
+def render_not_as_requested(settings: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """Return the settings that somebody asked for and that are not in effect."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("setting", no_wrap=True, max_width=40)
+    table.add_column("side")
+    for heading in ("requested", "in effect"):
+        table.add_column(heading, max_width=_VALUE_WIDTH)
+    for one in settings:
+        by, source = one.get("requested_by", ""), one.get("source", "")
+        table.add_row(
+            str(one["key"]),
+            str(one["side"]),
+            f"{_value(one['requested'])} ({by})" if by else _value(one["requested"]),
+            f"{_value(one['effective'])} ({source})" if source else _value(one["effective"]),
+        )
+    head = Text(f"{_count(len(settings), 'setting')} not in effect as requested:", style="bold yellow")
+    return Group(head, table)
+
+
+def _readback_rows(payload: Mapping[str, Any]) -> tuple[Any, Any]:
+    return payload.get("not_as_requested", ()), payload.get("differences", ())
+
+
 def render_differences(differences: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Return the settings that the two sides do not share, in the order given."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
@@ -144,7 +172,10 @@ def render_differences(differences: Sequence[Mapping[str, Any]]) -> RenderableTy
     for difference in differences[:_MOST_DIFFERENCES]:
         table.add_row(str(difference["key"]), _value(difference.get("training")), _value(difference.get("rollout")))
     more = len(differences) - _MOST_DIFFERENCES
-    parts: list[RenderableType] = [Text(f"{_count(len(differences), 'setting')} in effect that the two sides do not share:"), table]
+    parts: list[RenderableType] = [
+        Text(f"{_count(len(differences), 'setting')} in effect that the two sides do not share:"),
+        table,
+    ]
     if more > 0:
         parts.append(Text(f"and {more} more, in the readback events", style="dim"))
     return Group(*parts)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mismatch_hooks.schema.enums import Arm
+from mismatch_hooks.schema.enums import Arm, PolicyRole
 from mismatch_hooks.schema.freeze import FrozenMapping, SchemaError, thaw
 from mismatch_hooks.schema.readback import Readback, Reading
 from mismatch_hooks.schema.verdict import Verdict
@@ -25,7 +25,8 @@ EVENT_TYPES: Mapping[str, str] = {
     "reason}]}; at the end errors {cause: count}, missing {sink: steps}, paths {name: path}, ablation {off}",
     "step": "metrics {name: value}, host {name: value}: what the loop passed as host_metrics",
     "readback": "settings {key: {side: {effective, source, where, requested} or {unobservable}}}, "
-    "differences [{key, training, rollout}], those that matter first",
+    "differences [{key, training, rollout}], those that matter first, not_as_requested [{key, side, effective, source, "
+    "where, requested, requested_by}]",
     "gate": "factor, origin, gate, ok, reason",
     "arm": "factor, origin, arm, metrics {name: value}",
     "verdict": "factor, origin, noise_floor, path, diagnosis, reason, recommendation, arms {arm: {metric: value}}, "
@@ -38,7 +39,14 @@ EVENT_TYPES: Mapping[str, str] = {
 
 _FIXED = ("v", "type", "step", "time")
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_MARKS = ("null", *(f'"{name}"' for name in _NONFINITE))
 _ENDED = ("finished", "stopped", "failed")
+
+
+class _Plain(FrozenMapping):
+    """What a line held: no records and no enums, so nothing to turn into plain data again."""
+
+    __slots__ = ()
 
 
 class EventError(ValueError):
@@ -62,7 +70,8 @@ class Event:
     time: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "payload", FrozenMapping(thaw(self.payload)))
+        if not isinstance(self.payload, _Plain):
+            object.__setattr__(self, "payload", _Plain(thaw(self.payload)))
         if self.type not in EVENT_TYPES:
             raise SchemaError(f"Event.type: got {self.type!r}; accepts {', '.join(EVENT_TYPES)}.")
         if self.step is not None and (isinstance(self.step, bool) or not isinstance(self.step, int)):
@@ -92,8 +101,9 @@ def from_line(line: str | bytes) -> Event:
     Raises:
         EventError: the line is no JSON object, of another version, or of an unknown type.
     """
+    text = line if isinstance(line, str) else line.decode(errors="replace")
     try:
-        document = json.loads(line)
+        document = json.loads(text)
     except ValueError as error:
         raise EventError(f"is not JSON ({error}).") from None
     if not isinstance(document, dict):
@@ -103,8 +113,11 @@ def from_line(line: str | bytes) -> Event:
         raise EventError(f"has v {version!r}; this reader knows v {VERSION}.")
     if not isinstance(seconds, int | float):
         raise EventError(f"has the time {seconds!r}; accepts seconds since the epoch.")
+    # Most lines hold neither a null nor a spelled number, and a long run has many lines.
+    if any(mark in text for mark in _MARKS):
+        document = _revived(document, in_metrics=False)
     try:
-        return Event(type=kind, step=step, time=float(seconds), payload=_revived(document, in_metrics=False))
+        return Event(type=kind, step=step, time=float(seconds), payload=_Plain(document))
     except SchemaError as error:
         raise EventError(str(error)) from None
 
@@ -181,13 +194,20 @@ def verdict_payload(verdict: Verdict) -> dict[str, Any]:
     return payload | {"interval": both.get("interval"), "resolvable": both.get("resolvable")}
 
 
-def readback_payload(*, rollout: Readback, training: Readback, differences: Sequence[str]) -> dict[str, Any]:
+def readback_payload(
+    *,
+    rollout: Readback,
+    training: Readback,
+    differences: Sequence[str],
+    not_as_requested: Mapping[PolicyRole, Sequence[str]] | None = None,
+) -> dict[str, Any]:
     """Return the payload of a readback's event.
 
     Args:
         rollout: the settings in effect on the rollout side.
         training: the settings in effect on the training side.
         differences: keys that differ between the sides, those that matter first.
+        not_as_requested: role to the keys whose effective value there is not the one that was asked for.
     """
     sides = {"training": training, "rollout": rollout}
     settings: dict[str, dict[str, Any]] = {}
@@ -199,6 +219,11 @@ def readback_payload(*, rollout: Readback, training: Readback, differences: Sequ
         "settings": settings,
         "differences": [
             {"key": key} | {side: _shown(settings.get(key, {}).get(side)) for side in sides} for key in differences
+        ],
+        "not_as_requested": [
+            {"key": key, "side": role.value, **settings[key][role.value]}
+            for role, keys in (not_as_requested or {}).items()
+            for key in keys
         ],
     }
 

@@ -114,7 +114,8 @@ class WandbSink:
         """Write what waits; finish the run if it is ours.
 
         Raises:
-            SinkError: rows that waited could not be written.
+            SinkError: there is no run for the rows that wait, and none can be opened.
+            wandb.Error: W&B refuses; ``undelivered`` says what is lost.
         """
         run = self._find_run(needed=bool(self._waiting))
         if run is None:

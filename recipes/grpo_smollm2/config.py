@@ -175,7 +175,9 @@ def load(path: Path, overrides: Iterable[str] = ()) -> dict[str, object]:
     except FileNotFoundError:
         raise RecipeError(f"{path}: no such file; give the path of a recipe's YAML file.") from None
     except yaml.YAMLError as broken:
-        raise RecipeError(f"{path}: not readable as YAML ({' '.join(str(broken).split())}); correct the file.") from None
+        raise RecipeError(
+            f"{path}: not readable as YAML ({' '.join(str(broken).split())}); correct the file."
+        ) from None
     if not isinstance(raw, dict):
         raise RecipeError(f"{path}: got {type(raw).__name__} at the top level; accepts a mapping of keys.")
     for override in overrides:
@@ -201,7 +203,9 @@ class _Loader(yaml.SafeLoader):
     """YAML as people write it: YAML 1.1 reads ``1e-5`` as text, because it has no point."""
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
 
 
 def _sentence(invalid: ValidationError) -> str:

@@ -4,6 +4,7 @@ import importlib.util
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 from recipes.grpo_smollm2.config import Model
 from recipes.grpo_smollm2.errors import RecipeError
@@ -27,7 +28,7 @@ def prepare_model(model: Model, *, say: Callable[[str], None]) -> Path:
     """
     if model.name == "smollm2":
         return _made(model, "smollm2-135m-instruct", _convert_smollm2, say=say)
-    shape = "qwen3" if model.name == "tiny_qwen3" else "llama"
+    shape: Literal["llama", "qwen3"] = "qwen3" if model.name == "tiny_qwen3" else "llama"
     folder = f"tiny-{shape}-{'tied' if model.tied else 'untied'}-seed{model.seed}"
     return _made(model, folder, lambda out: write_tiny(out, shape=shape, seed=model.seed, tied=model.tied), say=say)
 

@@ -1,5 +1,6 @@
 """What a person sees while a run goes on, all of it on standard error."""
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,10 +35,11 @@ class Display:
             f"tokens {figures['response_length']:.1f}",
         ]
         if hooks is not None:
+            # A step whose capture failed has no metrics; that is shown, and is no reason to stop.
             columns += [
-                f"clip_fraction {hooks['clip_fraction']:.4f}",
-                f"|dlogp| {hooks['dlogp_mean']:.4f}",
-                f"hooks {hooks['overhead_fraction']:.1%}",
+                f"clip_fraction {hooks.get('clip_fraction', math.nan):.4f}",
+                f"|dlogp| {hooks.get('dlogp_mean', math.nan):.4f}",
+                f"hooks {hooks.get('overhead_fraction', math.nan):.1%}",
             ]
         self.say("  ".join([*columns, f"{figures['seconds']:.1f} s"]))
         self.progress.advance(self.task)

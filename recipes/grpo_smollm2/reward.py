@@ -36,24 +36,21 @@ class Task(Protocol):
 
 
 class Addition:
-    """"What is a plus b?": half the reward for the right number, half for ending early."""
+    """Sums in words: half the reward for the right number, half for ending early."""
 
     def __init__(self, folder: Path, *, max_response_tokens: int) -> None:
         from transformers import AutoTokenizer
 
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._max_response_tokens = max_response_tokens
-        self.stop_token_ids = (self._tokenizer.convert_tokens_to_ids("<|im_end|>"),)
+        self.stop_token_ids: tuple[int, ...] = (self._tokenizer.convert_tokens_to_ids("<|im_end|>"),)
 
     def draw(self, rng: random.Random) -> Problem:
         """A sum of two numbers from 2 to 20."""
         left, right = rng.randint(2, 20), rng.randint(2, 20)
-        ids = self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": f"What is {left} plus {right}?"}],
-            add_generation_prompt=True,
-            return_dict=False,
-        )
-        return Problem(prompt_ids=tuple(ids), answer=left + right)
+        # The chat template would put a system message before the question, twice as long as the question itself.
+        text = f"<|im_start|>user\nWhat is {left} plus {right}?<|im_end|>\n<|im_start|>assistant\n"
+        return Problem(prompt_ids=tuple(self._tokenizer.encode(text)), answer=left + right)
 
     def reward(self, problem: Problem, response_ids: Sequence[int]) -> float:
         """0.5 for naming the sum, and up to 0.5 for ending with the end token, the earlier the more."""
@@ -73,14 +70,16 @@ def addition_reward(text: str, *, answer: int, share_unused: float) -> float:
 class EvenTokens:
     """For models without a tokenizer: random prompts, and the share of even token ids as the reward."""
 
-    stop_token_ids = (1,)
+    stop_token_ids: tuple[int, ...] = (1,)
 
     def __init__(self, *, vocabulary: int) -> None:
         self._vocabulary = vocabulary
 
     def draw(self, rng: random.Random) -> Problem:
         """Three to twenty-four random ids; lengths differ, because equal ones hide faults."""
-        return Problem(prompt_ids=tuple(rng.randrange(2, self._vocabulary) for _ in range(rng.randint(3, 24))), answer=0)
+        return Problem(
+            prompt_ids=tuple(rng.randrange(2, self._vocabulary) for _ in range(rng.randint(3, 24))), answer=0
+        )
 
     def reward(self, problem: Problem, response_ids: Sequence[int]) -> float:
         """The share of even ids."""

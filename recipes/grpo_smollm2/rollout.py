@@ -20,7 +20,7 @@ class Rollout:
 
     Attributes:
         llm: the engine.
-        weight_version: how many times weights have been delivered; 0 is what the engine loaded itself.
+        weight_version: the trainer's label of the weights that were delivered last; "0" is what both load at start.
     """
 
     def __init__(self, folder: Path, config: Config, *, worker_extension: str | None) -> None:
@@ -33,7 +33,7 @@ class Rollout:
         """
         self._config = config
         self._in_process = config.rollout.engine_core_in_process
-        self.weight_version = 0
+        self.weight_version = "0"
         _set_environment(in_process=self._in_process)
         from vllm import LLM
 
@@ -84,8 +84,8 @@ class Rollout:
         outputs: list[Any] = self.llm.generate(inputs, list(params), use_tqdm=False)
         return outputs
 
-    def sync(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Deliver weights under Hugging Face's names, forget everything computed with the old ones, count the version."""
+    def sync(self, named_tensors: Iterable[tuple[str, Tensor]], *, weight_version: str) -> None:
+        """Deliver weights under Hugging Face's names, and forget everything that was computed with the old ones."""
         if self._in_process:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
         else:
@@ -98,7 +98,7 @@ class Rollout:
                 self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
         # A reload leaves cached prefixes in place; they were computed with the old weights.
         self.llm.reset_prefix_cache()
-        self.weight_version += 1
+        self.weight_version = weight_version
 
     def close(self) -> None:
         """Stop the engine, and its process where it has one."""

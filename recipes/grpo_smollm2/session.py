@@ -131,13 +131,13 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
         running.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        running.update(tensor.flatten().view(torch.uint8).numpy())
+        running.update(tensor.flatten().view(torch.uint8).numpy().data)
     return running.hexdigest()
 
 
 def _rng_digest(prompts: random.Random) -> str:
-    running = hashlib.sha256()
-    for state in (prompts.getstate(), random.getstate(), numpy.random.get_state()[1:]):
-        running.update(repr([part.tolist() if hasattr(part, "tolist") else part for part in state]).encode())
-    running.update(torch.get_rng_state().numpy())
+    running = hashlib.sha256(torch.get_rng_state().numpy().data)
+    running.update(repr([prompts.getstate(), random.getstate()]).encode())
+    for part in numpy.random.get_state():
+        running.update(numpy.asarray(part).tobytes())
     return running.hexdigest()

@@ -4,13 +4,14 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal, cast, get_args
 
 from recipes.grpo_smollm2.config import Config
 from recipes.grpo_smollm2.errors import RecipeError
 
 Log = Callable[[int, Mapping[str, float]], None]
 
-_MODES = ("offline", "online", "disabled")
+Mode = Literal["offline", "online", "disabled"]
 
 
 @contextmanager
@@ -20,9 +21,7 @@ def tracking(config: Config, *, out: Path) -> Iterator[Log]:
     Raises:
         RecipeError: WANDB_MODE holds a mode that does not exist.
     """
-    mode = os.environ.get("WANDB_MODE") or config.wandb.mode
-    if mode not in _MODES:
-        raise RecipeError(f"WANDB_MODE: got {mode!r}; accepts {', '.join(_MODES)}.")
+    mode = _mode(os.environ.get("WANDB_MODE") or config.wandb.mode)
     if mode == "disabled":
         yield lambda step, figures: None
         return
@@ -42,3 +41,10 @@ def tracking(config: Config, *, out: Path) -> Iterator[Log]:
         run.finish(exit_code=1)
         raise
     run.finish()
+
+
+def _mode(given: str) -> Mode:
+    for mode in get_args(Mode):
+        if mode == given:
+            return cast(Mode, mode)
+    raise RecipeError(f"WANDB_MODE: got {given!r}; accepts {', '.join(get_args(Mode))}.")

@@ -71,7 +71,7 @@ def main(raw: Mapping[str, object], *, out: Path) -> Summary:
                 MismatchHooks(
                     config.mismatch_hooks,
                     rollout=VllmBackend(rollout.llm, weight_version=lambda: rollout.weight_version),
-                    training=MegatronBackend(trainer.model, shape=shape, weight_version=lambda: rollout.weight_version),
+                    training=MegatronBackend(trainer.model, shape=shape, weight_version=lambda: trainer.weight_version),
                     shape=shape,
                     run_dir=out,
                     clip_range=(config.grpo.epsilon_low, config.grpo.epsilon_high),
@@ -145,7 +145,7 @@ def main(raw: Mapping[str, object], *, out: Path) -> Summary:
                 phases.mark("optimizer")
 
             # ---- the new weights go to the rollout engine ------------------------------------------------------------
-            rollout.sync(trainer.export())
+            rollout.sync(trainer.export(), weight_version=trainer.weight_version)
             phases.mark("sync")
 
             figures = {
@@ -166,9 +166,7 @@ def main(raw: Mapping[str, object], *, out: Path) -> Summary:
             record.add(figures | {"phases": phases.seconds}, responses=responses)
             show.step(step, figures, hooks=hooks.last_step if hooks else None)
 
-        return record.finish(
-            weights=dict(trainer.export()), optimizer=trainer.optimizer_tensors(), prompts=prompt_rng
-        )
+        return record.finish(weights=dict(trainer.export()), optimizer=trainer.optimizer_tensors(), prompts=prompt_rng)
 
 
 def worker_extension(config: Config) -> str | None:

@@ -28,6 +28,7 @@ class Trainer:
         shape: what its model file declares.
         optimizer: AdamW over ``masters``.
         masters: fp32 copies of the parameters, by megatron-core's names; what the optimizer really updates.
+        weight_version: label of the present weights: how many optimizer steps have been taken.
     """
 
     def __init__(self, folder: Path, config: Config) -> None:
@@ -40,6 +41,7 @@ class Trainer:
             name: torch.nn.Parameter(parameter.detach().float().clone())
             for name, parameter in self.model.named_parameters()
         }
+        self.weight_version = "0"
         self._max_grad_norm = config.optimizer.max_grad_norm
         self.optimizer = torch.optim.AdamW(
             self.masters.values(),
@@ -74,6 +76,7 @@ class Trainer:
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(self.masters[name])
+        self.weight_version = str(int(self.weight_version) + 1)
         return float(norm)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
@@ -83,7 +86,7 @@ class Trainer:
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Everything that the next step depends on besides the weights: masters, both moments, step counts."""
-        state = {f"master.{name}": master for name, master in self.masters.items()}
+        state: dict[str, Tensor] = {f"master.{name}": master for name, master in self.masters.items()}
         for name, master in self.masters.items():
             state |= {f"{key}.{name}": value for key, value in self.optimizer.state[master].items()}
         return state
@@ -112,16 +115,20 @@ def start_megatron(*, seed: int) -> None:
     """
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks != 1:
-        raise RecipeError(f"WORLD_SIZE: got {ranks}; accepts 1: this loop trains in one process, start it without a launcher.")
+        raise RecipeError(
+            f"WORLD_SIZE: got {ranks}; accepts 1: this loop trains in one process, start it without a launcher."
+        )
     # A store inside the process: one rank needs no port, so no other run can hold it.
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        "nccl" if torch.cuda.is_available() else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
     parallel_state.initialize_model_parallel()
     if torch.cuda.is_available():
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         return
     # Two places of megatron-core ask for a CUDA device on any host: the rotary table, for the device to put itself on,
     # and attention, which forks the CUDA random state for its dropout. Dropout is 0 here, so the fork may do nothing.
-    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
 
 

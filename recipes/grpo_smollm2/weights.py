@@ -101,6 +101,8 @@ def to_hugging_face(tensors: Mapping[str, Tensor], shape: ModelShape) -> Iterato
 def _require_names(found: Iterable[str], expected: Iterable[str], *, what: str) -> None:
     found, expected = set(found), set(expected)
     if missing := sorted(expected - found):
-        raise RecipeError(f"weights: {what} lacks {len(missing)} tensors, first {missing[0]}; use a model of this shape.")
+        raise RecipeError(
+            f"weights: {what} lacks {len(missing)} tensors, first {missing[0]}; use a model of this shape."
+        )
     if extra := sorted(found - expected):
         raise RecipeError(f"weights: {what} holds {len(extra)} tensors too many, first {extra[0]}; drop them.")

@@ -231,6 +231,43 @@ def test_differences_that_overflow_every_ratio_stay_finite_in_the_dlogp_metrics(
     assert not any(math.isnan(value) for name, value in metrics.items() if name not in unmeasured)
 
 
+def test_the_mean_of_differences_whose_sum_overflows_fp64_is_finite() -> None:
+    metrics = state_of([[(0.0, -1.5e308, True), (0.0, -1.5e308, True)]]).finalize()
+    assert metrics["dlogp_mean"] == metrics["dlogp_signed_mean"] == 1.5e308
+
+
+@pytest.mark.parametrize("values", [(-0.5, -0.5), (-0.0, 0.0)], ids=["equal", "zeros of two signs"])
+def test_no_difference_reads_as_positive_zero(values: tuple[float, float]) -> None:
+    metrics = state_of([[(*values, True)]]).finalize()
+    assert {name for name, value in metrics.items() if value == 0 and math.copysign(1, value) < 0} == set()
+
+
+@pytest.mark.parametrize(
+    ("sequences", "response"),
+    [pytest.param(700, 1000, id="many rows a block"), pytest.param(2, 300_000, id="a row larger than a block")],
+)
+def test_a_batch_of_several_blocks_measures_every_row_with_its_own_advantage(sequences: int, response: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    rollout = -torch.rand(sequences, response, generator=generator)
+    training = rollout + 0.3 * torch.randn(sequences, response, generator=generator)
+    mask = torch.rand(sequences, response, generator=generator) < 0.8
+    advantages = torch.randn(sequences, generator=generator)
+    metrics = measure(training, rollout, mask, epsilon_low=0.2, epsilon_high=0.2, advantages=advantages).finalize()
+    dlogp = training.double() - rollout.double()
+    above, below = dlogp > math.log1p(0.2), dlogp < math.log1p(-0.2)
+    sign = advantages.unsqueeze(1)
+    dropped = ((above & (sign > 0)) | (below & (sign < 0))) & mask
+    tokens = int(mask.sum())
+    assert (metrics["tokens"], metrics["sequences"]) == (tokens, sequences)
+    assert metrics["clipped"] == int(((above | below) & mask).sum())
+    assert metrics["clip_fraction_signed"] == int(dropped.sum()) / tokens
+    assert metrics["dlogp_max"] == float(dlogp[mask].abs().max())
+    # At most 2 · tokens roundings of terms whose mean is dlogp_mean, on either side.
+    assert metrics["dlogp_mean"] == pytest.approx(
+        math.fsum(dlogp[mask].abs().tolist()) / tokens, rel=2 * tokens * 2**-53
+    )
+
+
 @settings(max_examples=100, deadline=None)
 @given(values=st.lists(st.floats(0, 1e6), min_size=1, max_size=60))
 def test_quantiles_interpolate_linearly_as_torch_does(values: list[float]) -> None:

@@ -55,8 +55,8 @@ def test_a_combination_without_a_row_is_an_error_that_names_it() -> None:
         threshold(DENSE, PRODUCTION, routing_replay=True)
     assert str(raised.value) == (
         "no threshold for model_family dense, noise_floor production, routing_replay true; this floor has rows for "
-        "dense without replay, moe without replay, moe with replay, large_moe without replay, large_moe with replay: correct "
-        "model_family, or the replay setting."
+        "dense without replay, moe without replay, moe with replay, large_moe without replay, large_moe with replay: "
+        "correct model_family, or the replay setting."
     )
 
 

@@ -201,28 +201,33 @@ def test_a_folder_that_cannot_be_written_is_said_and_no_run_is_opened(tmp_path: 
     assert wandb.run is None
 
 
+@pytest.mark.parametrize("in_the_hosts_run", [True, False], ids=["in the host's run", "in a run of our own"])
 def test_c29_log_that_raises_from_step_3_on_costs_w_and_b_its_steps_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, in_the_hosts_run: bool
 ) -> None:
-    host = open_host(tmp_path)
+    host = open_host(tmp_path) if in_the_hosts_run else None
     fanout = Fanout([our_sink(tmp_path), JsonlSink(tmp_path / "events.jsonl")], ledger := ErrorLedger())
     for number in range(10):
         if number == 3:
-            monkeypatch.setattr(type(host), "log", _raise)
+            monkeypatch.setattr(wandb.Run, "log", _raise_for_ours(wandb.Run.log))
+        if host is not None:
+            host.log({"train/loss": number}, step=8073 + number)
         fanout.emit(step(number))
-    monkeypatch.undo()
     fanout.close(lambda: Event(type="run", payload={"state": "finished", "missing": fanout.missing()}))
-    host.finish()
+    if host is not None:
+        host.finish()
 
     events = list(read_events(tmp_path / "events.jsonl"))
     assert [event.step for event in events if event.type == "step"] == list(range(10))
     assert [(event.step, event.payload["cause"]) for event in events if event.type == "error"] == [(3, "sink wandb")]
-    # Step 0 is in the row that is open, 1 and 2 wait for the host to move on: log was fine when they were delivered.
     assert events[-1].payload["missing"] == {"wandb": tuple(range(3, 10))}
-    assert ledger.by_cause() == {"sink wandb": 3}
+    assert ledger.by_cause() == {"sink wandb": 3}  # then it is left alone
     assert [record.getMessage() for record in caplog.records if "went away" in record.getMessage()] == [
         "sink wandb failed at step 3 and training goes on: CommError: the service went away"
     ]
+    found = rows(tmp_path)
+    assert series(found, "mismatch/clip_fraction", over=STEP) == [(number, number / 64) for number in range(3)]
+    assert [row["train/loss"] for row in found if "train/loss" in row] == list(range(10) if host is not None else ())
 
 
 def test_c29_a_finish_that_fails_is_said_in_the_closing_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,3 +244,12 @@ def test_c29_a_finish_that_fails_is_said_in_the_closing_event(tmp_path: Path, mo
 
 def _raise(*_: object, **__: object) -> None:
     raise wandb.errors.CommError("the service went away")
+
+
+def _raise_for_ours(log: Log) -> Log:
+    def raising(run: wandb.Run, data: dict[str, Any], **options: Any) -> None:
+        if STEP in data:
+            _raise()
+        log(run, data, **options)
+
+    return raising

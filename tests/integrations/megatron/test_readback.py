@@ -71,7 +71,7 @@ EXPECTED: dict[str, object] = {
     "model.layers": 2,
     "model.tied_embeddings": None,
     "operator.attention.implementation": "megatron.core.transformer.dot_product_attention.DotProductAttention",
-    "operator.rope.implementation": "rope_utils._apply_rotary_pos_emb_bshd",
+    "operator.rope.implementation": "megatron.core.models.common.embeddings.rope_utils._apply_rotary_pos_emb_bshd",
     "operator.norm.implementation": "torch.nn.modules.normalization.RMSNorm",
     "operator.activation.implementation": "gated torch.nn.functional.silu",
     "operator.linear.implementation": {
@@ -158,16 +158,15 @@ def test_a_wrong_theta_is_read_from_the_table(megatron: None) -> None:
 
 
 def test_a_cached_rotary_table_outlives_its_frequencies_and_is_what_counts(llama: Any) -> None:
+    key = "model.rope.inverse_frequency_last"
     backend = MegatronBackend(llama, shape=LLAMA)
-    batch = sequences((4, 4))
-    native = backend.score(batch)
+    right = backend.read_back().effective(key)
+    native = backend.score(sequences((4, 4)))
     llama.rotary_pos_emb.inv_freq = llama.rotary_pos_emb.inv_freq / 2
-    assert reading(llama, "model.rope.inverse_frequency_last").differs_from_request
-    assert backend.score(batch).shards == native.shards  # megatron-core caches its table by length
-    assert backend.read_back().effective("model.rope.theta") == 1e4
+    assert backend.score(sequences((4, 4))).shards == native.shards  # megatron-core caches its tables by length
+    assert backend.read_back().effective(key) == right
     backend.score(sequences((4, 5)))  # another length makes a new table
-    found = backend.read_back().settings["model.rope.inverse_frequency_last"]
-    assert isinstance(found, Reading) and found.differs_from_request
+    assert backend.read_back().effective(key) == right / 2
 
 
 def test_an_epsilon_left_at_its_default_is_marked(megatron: None) -> None:
@@ -228,7 +227,10 @@ def test_dropout_and_mode_are_read_where_they_act(megatron: None) -> None:
     model.decoder.layers[0].self_attention.core_attention.attention_dropout.p = 0.0
     model.decoder.layers[1].hidden_dropout = 0.0
     settings = MegatronBackend(model, shape=LLAMA).read_back()
-    assert settings.effective("training.dropout.attention") == {"decoder.layers.0": 0.0, "decoder.layers.1": 0.1}
+    assert settings.effective("training.dropout.attention") == {
+        f"decoder.layers.{layer}.self_attention.core_attention.attention_dropout": p
+        for layer, p in ((0, 0.0), (1, 0.1))
+    }
     assert settings.effective("training.dropout.hidden") == {"decoder.layers.0": 0.1, "decoder.layers.1": 0.0}
     model.eval()
     assert MegatronBackend(model).read_back().effective("training.mode") == "eval"
@@ -279,7 +281,7 @@ def test_the_softmax_flag_comes_from_the_live_softmax(llama: Any) -> None:
 def test_a_compiled_model_says_so(llama: Any) -> None:
     llama.decoder.layers[1].mlp.compile()
     found = reading(llama, "engine.compiled")
-    assert (found.effective, found.where) == (True, "1 compiled modules, first decoder.layers.1.mlp")
+    assert (found.effective, found.where) == (True, "1 of the modules, first decoder.layers.1.mlp")
 
 
 def test_cuda_settings_are_not_guessed_on_a_cpu(llama: Any) -> None:

@@ -118,15 +118,24 @@ def test_scoring_consumes_no_random_number_and_keeps_the_modes() -> None:
         return token_logprobs(called, input_ids)
 
     backend = MegatronBackend(model, token_logprobs=draws)
-    before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].copy()  # type: ignore[union-attr]
+    numbers: Any = numpy.random.get_state
+    before = torch.get_rng_state(), random.getstate(), numbers()[1].copy()
     modes = [module.training for module in model.modules()]
     backend.score(sequences(*LENGTHS))
     backend.read_back()
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
-    assert (numpy.random.get_state()[1] == before[2]).all()  # type: ignore[index]
+    assert (numbers()[1] == before[2]).all()
     assert [module.training for module in model.modules()] == modes
     assert torch.is_grad_enabled()
+
+
+def test_position_ids_are_not_read_by_rope() -> None:
+    model = build_model(LLAMA)
+    mask = torch.ones(1, 1, 5, 5, dtype=torch.bool).triu(1)
+    tokens, positions = torch.tensor([[1, 2, 3, 4, 5]]), torch.arange(5)[None]
+    with torch.no_grad():
+        assert torch.equal(model(tokens, positions, mask), model(tokens, positions + 11, mask))
 
 
 def test_dropout_in_training_mode_is_scored_as_it_trains() -> None:
@@ -151,6 +160,7 @@ def test_a_forward_made_before_a_score_still_gives_its_gradients() -> None:
         loss.backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
     assert all(torch.equal(plain, after) for plain, after in zip(*gradients, strict=True))
+    assert all(gradient.abs().sum() > 0 for gradient in gradients[0])
 
 
 def test_a_score_that_takes_too_long_stops_between_forwards() -> None:

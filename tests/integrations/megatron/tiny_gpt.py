@@ -89,9 +89,10 @@ def by_kind(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, gro
     return torch.cat([queries, keys, values])
 
 
-def load(model: Any, tensors: dict[str, torch.Tensor], shape: ModelShape, *, fuse: Any = by_group) -> None:
-    """Copy Hugging Face tensors into a live model; rows behind the vocabulary stay zero."""
-    own = dict(model.named_parameters())
+def megatron_tensors(
+    tensors: dict[str, torch.Tensor], shape: ModelShape, *, rows: int, fuse: Any = by_group
+) -> dict[str, torch.Tensor]:
+    """Whole tensors under megatron-core's names; the vocabulary is padded to ``rows`` with zeros."""
     plain = {
         "input_layernorm.weight": "input_layernorm.weight",
         "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
@@ -100,20 +101,42 @@ def load(model: Any, tensors: dict[str, torch.Tensor], shape: ModelShape, *, fus
     }
     if shape.qk_norm:
         plain |= {f"self_attention.{part}_layernorm.weight": f"self_attn.{part}_norm.weight" for part in "qk"}
+    padding = (0, 0, 0, rows - shape.vocab_size)
+    found = {
+        "embedding.word_embeddings.weight": torch.nn.functional.pad(tensors["model.embed_tokens.weight"], padding),
+        "decoder.final_layernorm.weight": tensors["model.norm.weight"],
+    }
+    if not shape.tied_embeddings:
+        found["output_layer.weight"] = torch.nn.functional.pad(tensors["lm_head.weight"], padding)
+    for layer in range(shape.layers):
+        here, there = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+        found |= {here + name: tensors[there + other] for name, other in plain.items()}
+        for kind in ("weight", "bias") if shape.attention_bias else ("weight",):
+            parts = [tensors[f"{there}self_attn.{part}_proj.{kind}"] for part in "qkv"]
+            found[f"{here}self_attention.linear_qkv.{kind}"] = fuse(*parts, shape.kv_heads)
+        gate_up = [tensors[f"{there}mlp.{part}_proj.weight"] for part in ("gate", "up")]
+        found[f"{here}mlp.linear_fc1.weight"] = torch.cat(gate_up)
+    return found
+
+
+def shard(name: str, tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """The part of a whole tensor that one tensor-parallel rank holds."""
+    if name.endswith("linear_fc1.weight"):
+        return torch.cat([half.chunk(ranks)[rank] for half in tensor.chunk(2)])
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        return tensor.chunk(ranks, dim=1)[rank]
+    if name.endswith(("linear_qkv.weight", "word_embeddings.weight", "output_layer.weight")):
+        return tensor.chunk(ranks)[rank]
+    return tensor
+
+
+def load(model: Any, tensors: dict[str, torch.Tensor], shape: ModelShape, *, fuse: Any = by_group) -> None:
+    """Copy Hugging Face tensors into a live model, or this rank's part of them."""
+    group = model.pg_collection.tp
+    whole = megatron_tensors(tensors, shape, rows=model.vocab_size, fuse=fuse)
     with torch.no_grad():
-        own["embedding.word_embeddings.weight"].zero_()[: shape.vocab_size] = tensors["model.embed_tokens.weight"]
-        own["decoder.final_layernorm.weight"].copy_(tensors["model.norm.weight"])
-        if not shape.tied_embeddings:
-            own["output_layer.weight"].zero_()[: shape.vocab_size] = tensors["lm_head.weight"]
-        for layer in range(shape.layers):
-            here, there = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-            for name, other in plain.items():
-                own[here + name].copy_(tensors[there + other])
-            for kind in ("weight", "bias") if shape.attention_bias else ("weight",):
-                parts = [tensors[f"{there}self_attn.{part}_proj.{kind}"] for part in "qkv"]
-                own[f"{here}self_attention.linear_qkv.{kind}"].copy_(fuse(*parts, shape.kv_heads))
-            gate_up = [tensors[f"{there}mlp.{part}_proj.weight"] for part in ("gate", "up")]
-            own[f"{here}mlp.linear_fc1.weight"].copy_(torch.cat(gate_up))
+        for name, parameter in model.named_parameters():
+            parameter.copy_(shard(name, whole[name], group.rank(), group.size()))
 
 
 def build_model(

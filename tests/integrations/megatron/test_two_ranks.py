@@ -1,0 +1,98 @@
+"""Two tensor-parallel ranks over gloo give one complete score, evidence of each rank, and the numbers of one rank."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mismatch_hooks.integrations.megatron import MegatronBackend
+from tests.integrations.megatron.tiny_gpt import LLAMA, build_model, sequences
+
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("megatron")]
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    store = tmp_path_factory.mktemp("store") / "store"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("NVTE_")}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.integrations.megatron.two_ranks", str(rank), str(store)],
+            cwd=ROOT,
+            env=environment | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        done = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, errors) in zip(processes, done, strict=True):
+        assert process.returncode == 0, errors
+    return [json.loads(output.splitlines()[-1]) for output, _ in done]
+
+
+def logprobs_of(score: dict[str, Any]) -> list[float]:
+    return [value for part in score["shards"][0]["slices"] for value in part["logprobs"]]
+
+
+def test_both_ranks_hold_the_same_score_and_one_covers_the_tokens(ranks: list[dict[str, Any]]) -> None:
+    for key in ("native", "bound"):
+        first, second = (rank[key] for rank in ranks)
+        assert first["shards"] == second["shards"]
+        assert [(shard["rank"], shard["world_size"], len(shard["slices"])) for shard in first["shards"]] == [
+            (0, 2, 3),
+            (1, 2, 0),
+        ]
+
+
+def test_the_sharded_head_gives_the_log_probs_of_the_whole_one(ranks: list[dict[str, Any]]) -> None:
+    # Not to the bit: row-parallel products are summed over ranks in bf16.
+    score = MegatronBackend(build_model(LLAMA), micro_batch=2).score(sequences((5, 7), (3, 12), (9, 1)))
+    whole = [value for part in score.shards[0].slices for value in part.logprobs]
+    assert logprobs_of(ranks[0]["native"]) == pytest.approx(whole, abs=0.1)
+
+
+def test_evidence_comes_from_every_rank(ranks: list[dict[str, Any]]) -> None:
+    evidence = ranks[1]["bound"]["evidence"]
+    assert evidence["forwards"] == [2, 2]
+    assert [(call["rank"], call["expected"], call["observed"]) for call in evidence["calls"]] == [(0, 8, 8), (1, 8, 8)]
+    assert [(state["rank"], state["effective"]) for state in evidence["switches"]] == [
+        (0, "reference"),
+        (1, "reference"),
+    ]
+
+
+def test_the_ranks_are_restored(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert logprobs_of(rank["bound"]) != logprobs_of(rank["native"])
+        assert rank["again"]["shards"] == rank["native"]["shards"]
+
+
+def test_a_rank_that_is_out_of_time_stops_both(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["stopped"] for rank in ranks] == [True, True]
+
+
+def test_what_is_sharded_is_not_digested(ranks: list[dict[str, Any]]) -> None:
+    first, second = (rank["digests"] for rank in ranks)
+    whole = MegatronBackend(build_model(LLAMA), shape=LLAMA).weights_digest().tensors
+    assert first == second
+    assert {name for name, digest in first.items() if digest == whole[name]} == {
+        name for name in whole if "norm" in name
+    }
+    assert {digest for name, digest in first.items() if "norm" not in name} == {"unobservable: sharded over 2 ranks"}
+
+
+def test_the_readback_names_the_ranks(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["parallel.tensor"] for rank in ranks] == [2, 2]
+    assert ranks[0]["model.vocab.logits_width"]["reason"] == "the head is sharded over 2 ranks"

@@ -1,0 +1,43 @@
+"""A wrong rope base planted into the rollout engine is alerted, accused on the right side, and read back."""
+
+
+import pytest
+
+from tests.loop.running import Run, run
+
+pytestmark = pytest.mark.engine
+STEP = 6
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Healthy until step 6, then with a wrong rotary table; an alert asks for an ablation out of turn."""
+    hooks = (
+        "mismatch_hooks={enabled: true, ablate_every: 100, time_budget: 1.0, sinks: [jsonl], "
+        "alerts: {clip_fraction: {window: 5, min_steps: 5}}}"
+    )
+    settings = ("steps=9", f"inject=rope_theta@{STEP}", "task.prompts=4", "task.max_response_tokens=32", hooks)
+    return run("tiny_llama", tmp_path_factory.mktemp("planted"), *settings)
+
+
+def test_the_alert_opens_at_the_planted_step(planted: Run) -> None:
+    assert planted.exit_code == 0, planted.stderr
+    opened = [
+        alert for alert in planted.events("alert") if alert["kind"] == "clip_fraction" and alert["state"] == "opened"
+    ]
+    assert [alert["step"] for alert in opened] == [STEP]
+
+
+def test_the_alert_brings_an_ablation_forward_and_the_verdict_accuses_rope_on_rollout(planted: Run) -> None:
+    (verdict, *_) = [verdict for verdict in planted.events("verdict") if verdict["step"] > STEP]
+    assert verdict["step"] == STEP + 1
+    assert (verdict["factor"], verdict["diagnosis"]) == ("attention.rope_fusion", "caused_by_rollout_side")
+    assert "rollout" in verdict["recommendation"]
+
+
+def test_the_readback_shows_requested_beside_effective(planted: Run) -> None:
+    latest = planted.events("readback")[-1]
+    theta = latest["settings"]["model.rope.theta"]["rollout"]
+    assert theta["requested"] == 10000.0
+    assert theta["effective"] != pytest.approx(10000.0, rel=0.01)
+    assert "model.rope.theta" in [difference["key"] for difference in latest["differences"]]

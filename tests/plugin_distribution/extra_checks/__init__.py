@@ -1,0 +1,1 @@
+"""Operator checks of another distribution."""

@@ -1,0 +1,1 @@
+"""An operator that multiplies by a number."""

@@ -1,0 +1,119 @@
+"""Declarations are refused where they are made."""
+
+from typing import Any
+
+import pytest
+
+from mismatch_hooks.schema.enums import FactorCategory, PolicyRole, ReferenceAuthority
+from mismatch_hooks.schema.factor import (
+    CallSite,
+    LibraryPin,
+    MismatchFactor,
+    Prerequisites,
+    ReferenceImplementation,
+    Switch,
+)
+from mismatch_hooks.schema.freeze import FrozenMapping, SchemaError
+
+SITES = (CallSite(role=PolicyRole.ROLLOUT, name="r"), CallSite(role=PolicyRole.TRAINING, name="t"))
+
+
+def _factor(**changes: Any) -> MismatchFactor:
+    fields: dict[str, Any] = {
+        "id": "attention.rope_fusion",
+        "category": FactorCategory.KERNEL_IMPLEMENTATION,
+        "question": "?",
+        "switch": Switch(path="operator.rope", allowed=("native", "reference")),
+        "references": (),
+        "call_sites": SITES,
+    }
+    return MismatchFactor(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    "version",
+    [
+        pytest.param("2.20.2", id="a release"),
+        pytest.param("1", id="one number"),
+        pytest.param("2.13.0+cpu", id="a local build"),
+        pytest.param("0.7.4rc1", id="a candidate"),
+        pytest.param("1.0.post2.dev3", id="a development release"),
+    ],
+)
+def test_a_pin_takes_one_exact_version(version: str) -> None:
+    assert LibraryPin(package="p", version=version).version == version
+
+
+@pytest.mark.parametrize(
+    "version",
+    ["", ">=1.0", "==1.0", "~=1.2", "1.*", "1.2.x", "1.0,<2", "1.0 ", " 1.0", "<2", "!=1", "v1.0", "latest", "²"],
+)
+def test_a_pin_refuses_ranges_and_specifiers(version: str) -> None:
+    with pytest.raises(SchemaError) as refused:
+        LibraryPin(package="p", version=version)
+    assert str(refused.value) == (
+        f"LibraryPin p: got version {version!r}; accepts one exact observed version such as '1.2.3'."
+    )
+
+
+def test_a_reference_pins_every_package_that_it_needs() -> None:
+    needs = Prerequisites(packages={"a": ">=1", "b": ">=2"})
+    with pytest.raises(SchemaError, match=r"^ReferenceImplementation fused: b is needed and not pinned; add the exact"):
+        ReferenceImplementation(
+            name="fused",
+            authority=ReferenceAuthority.SHARED_BACKEND,
+            covers_paths=(),
+            prerequisites=needs,
+            pins=(LibraryPin(package="a", version="1.0"),),
+            verified_on="CPU",
+        )
+
+
+@pytest.mark.parametrize(
+    "allowed",
+    [
+        pytest.param((), id="no value"),
+        pytest.param(("native",), id="one value"),
+        pytest.param(("native", "native"), id="the same value twice"),
+        pytest.param(("native", "reference", "native"), id="one of three twice"),
+    ],
+)
+def test_a_switch_needs_two_different_values(allowed: tuple[object, ...]) -> None:
+    with pytest.raises(SchemaError, match=r"^Switch operator\.rope: allowed is .*; a switch needs two or more values"):
+        Switch(path="operator.rope", allowed=allowed)
+
+
+def test_the_values_of_a_switch_are_a_frozen_snapshot() -> None:
+    values: Any = ["native", ["a", "b"]]
+    switch = Switch(path="p", allowed=values)
+    values.append("later")
+    assert switch.allowed == ("native", ("a", "b"))
+
+
+@pytest.mark.parametrize("name", ["rope", "a.b.c", "", "attention.", ".rope", "attention.Rope", "a b.c", "1a.b"])
+def test_a_factor_id_is_two_lower_case_identifiers(name: str) -> None:
+    with pytest.raises(SchemaError) as refused:
+        _factor(id=name)
+    assert str(refused.value) == (
+        f"MismatchFactor.id: got {name!r}; accepts 'operator.factor', both lower-case identifiers."
+    )
+
+
+def test_a_factor_knows_its_operator() -> None:
+    assert _factor().operator == "attention"
+
+
+def test_every_role_of_the_switch_needs_a_call_site() -> None:
+    with pytest.raises(SchemaError, match=r"^attention\.rope_fusion: no call site for training; every role"):
+        _factor(call_sites=SITES[:1])
+    one_sided = Switch(path="p", allowed=(1, 2), roles=(PolicyRole.ROLLOUT,))
+    assert _factor(switch=one_sided, call_sites=SITES[:1]).switch.roles == (PolicyRole.ROLLOUT,)
+
+
+def test_prerequisites_are_frozen_and_know_one_kind_of_device() -> None:
+    packages = {"a": ">=1"}
+    needs = Prerequisites(packages=packages)
+    packages["b"] = "<2"
+    assert (type(needs.packages), needs.packages) == (FrozenMapping, {"a": ">=1"})
+    with pytest.raises(SchemaError, match=r"^Prerequisites\.device: got 'gpu'; accepts '' or 'cuda'\.$"):
+        Prerequisites(device="gpu")

@@ -3,7 +3,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup system browser lint test demo bench check-env clean
+.PHONY: help setup system browser signatures lint test demo bench check-env clean
 
 VENV ?= .venv
 # The Python 3.11 to build from; empty takes the first one found.
@@ -139,6 +139,16 @@ browser: $(INSTALLED)
 	fi
 	there || say "no Chromium, so page tests skip (Debian: apt-get install chromium; elsewhere set PAGE_BROWSER)."
 
+# The CUDA references' calls are checked against the signatures in these wheels; they are read, not installed.
+SIGNATURES := .cuda-signatures
+signatures: $(INSTALLED)
+	@$(SAY)
+	[ ! -e $(SIGNATURES)/.tried ] || exit 0
+	say "fetching the CUDA packages whose signatures the tests check (100 MB, once)."
+	mkdir -p $(SIGNATURES) && touch $(SIGNATURES)/.tried
+	$(PIP) download -q $(WHEELS) --timeout 15 --retries 1 -d $(SIGNATURES) flashinfer-python==0.7.4 transformer-engine==2.20.2 || \
+		say "they cannot be had now, so the signature tests skip; rm -r $(SIGNATURES) and make test to try again."
+
 lint: $(INSTALLED)
 	@$(ON_PATH)
 	set -x
@@ -147,7 +157,7 @@ lint: $(INSTALLED)
 	mypy
 	lint-imports
 
-test: lint browser
+test: lint browser signatures
 	@$(ON_PATH) WANDB_MODE="$${WANDB_MODE:-offline}"
 	exec python -m pytest $(PYTEST_ARGS)
 
@@ -177,5 +187,5 @@ clean:
 	elif [ -e $(VENV) ]; then
 		say "$(VENV) was not made by this Makefile and stays."
 	fi
-	rm -rf .stamps .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .stamps .cuda-signatures .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

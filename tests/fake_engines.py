@@ -82,7 +82,8 @@ class FakeEngine:
         exact = exact + stream.standard_normal(len(ids)) * self.other_error
         if choice is Choice.NATIVE:
             exact = exact + stream.standard_normal(len(ids)) * self.native_error
-        values: list[float] = np.float32(exact + (self.passes * 1e-3 if self.drifts else 0.0)).tolist()
+        drift = self.passes * 1e-3 if self.drifts else 0.0
+        values: list[float] = (exact + drift).astype(np.float32).tolist()
         return values
 
     def score(self, sequences: Sequence[ScoringSequence], *, timeout_s: float | None = None) -> Score:
@@ -95,7 +96,7 @@ class FakeEngine:
             ShardSlice(sequence=index, start=0, logprobs=tuple(self.logprobs(sequence, ran)))
             for index, sequence in enumerate(sequences)
         )
-        calls = ()
+        calls: tuple[CallCount, ...] = ()
         if asked is Choice.REFERENCE:
             observed = 0 if ran is Choice.NATIVE else 2
             calls = (CallCount(factor=FACTOR, site=_SITES[self.side], rank=0, expected=2, observed=observed),)

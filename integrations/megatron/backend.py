@@ -33,6 +33,7 @@ from mismatch_hooks.schema.score import (
     Score,
     ScoringSequence,
     ShardSlice,
+    SwitchState,
     WeightsDigest,
 )
 from mismatch_hooks.schema.shape import ModelShape
@@ -123,6 +124,8 @@ class MegatronBackend:
                 live model; nothing was changed.
             RestoreError: after the block, an attribute is not the object that was there before.
         """
+        if self._binding is not None:
+            raise BindingError("a binding is in force on the training side; leave its block before entering another.")
         sites = self._find_sites(binding)
         every = [site for found in sites.values() for site in found]
         before = [vars(site.owner).get(site.name, _ABSENT) for site in every]
@@ -163,6 +166,10 @@ class MegatronBackend:
         if observed.frequencies is not None:
             self._frequencies = observed.frequencies
         return self._complete(slices, observed.forwards, time.perf_counter() - started)
+
+    def switch_states(self, binding: Binding) -> tuple[SwitchState, ...]:
+        """Return what the live model holds for each factor that ``binding`` names; binds and scores nothing."""
+        return read_switches(dict(binding.choices), self._find_sites(binding), rank=self._model.pg_collection.tp.rank())
 
     def read_back(self) -> Readback:
         """Return the effective settings; where the vocabulary is padded, one short forward tells what is masked."""
@@ -205,8 +212,6 @@ class MegatronBackend:
         return self._mutations.count()
 
     def _find_sites(self, binding: Binding) -> dict[str, Sequence[PatchSite]]:
-        if self._binding is not None:
-            raise BindingError("a binding is in force on the training side; leave its block before entering another.")
         if binding.role is not self.role:
             raise BindingError(f"the binding is for {binding.role.value}; this engine is {self.role.value}.")
         registry = load_registry()

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from mismatch_hooks.pipeline.bind import PatchSite
 from mismatch_hooks.schema.enums import Source
 from mismatch_hooks.schema.readback import NOTHING_REQUESTED, Reading, Unobservable
 
@@ -51,7 +52,10 @@ def classes(modules: Collection[Any]) -> str:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Return the dotted name of a function, or of the class of a callable object."""
+    """Return the dotted name of a function or of a callable object's class; a bound reference names its factor."""
+    site = getattr(function, "site", None)
+    if isinstance(site, PatchSite):
+        return f"reference of {site.factor}"
     owner = function if hasattr(function, "__qualname__") else type(function)
     return f"{owner.__module__}.{owner.__qualname__}"
 

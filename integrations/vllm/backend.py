@@ -110,9 +110,8 @@ class VllmBackend:
             RestoreError: at the end of the block some worker does not hold what it held before.
         """
         depth = len(self._bindings)
-        plain = {"choices": thaw(binding.choices), "parameters": thaw(binding.parameters)}
         try:
-            refused = {reply["refused"] for reply in self._call("mh_bind", plain, depth)} - {""}
+            refused = {reply["refused"] for reply in self._call("mh_bind", _plain(binding), depth)} - {""}
             if refused:
                 raise BindingError(" ".join(sorted(refused)))
             self._bindings.append(binding)
@@ -160,6 +159,18 @@ class VllmBackend:
             evidence=_evidence(passes),
             seconds=time.perf_counter() - started,
         )
+
+    def switch_states(self, binding: Binding) -> tuple[SwitchState, ...]:
+        """Return what every worker's live modules hold for the factors that ``binding`` names; changes nothing.
+
+        Raises:
+            BindingError: a worker cannot find the call sites of a factor.
+        """
+        replies = self._call("mh_switch_states", _plain(binding))
+        refused = {reply["refused"] for reply in replies} - {""}
+        if refused:
+            raise BindingError(" ".join(sorted(refused)))
+        return tuple(_switch(switch) for reply in replies for switch in reply["switches"])
 
     def read_back(self) -> Readback:
         """Return the effective settings of every worker, merged, and those of the engine around them."""
@@ -350,6 +361,10 @@ def _response_logprobs(sequence: ScoringSequence, output: Any) -> tuple[float, .
         for offset, token in enumerate(sequence.response_token_ids)
     )
     return tuple(math.nan if entry is None else float(entry.logprob) for entry in found)
+
+
+def _plain(binding: Binding) -> dict[str, Any]:
+    return {"choices": thaw(binding.choices), "parameters": thaw(binding.parameters)}
 
 
 def _evidence(passes: Sequence[Mapping[str, Any]]) -> Evidence:

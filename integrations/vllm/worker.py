@@ -119,6 +119,18 @@ class WorkerExtension:
             broken += _unbind(state.bindings.pop())
         return self._mh_reply(broken=broken)
 
+    def mh_switch_states(self, binding: Plain) -> Plain:
+        """Return what the live modules hold for each factor that ``binding`` names; changes nothing.
+
+        ``refused`` is empty, or the sentence that says why the sites cannot be found.
+        """
+        try:
+            choices, sites = _find_sites(self._mh_model(), binding)
+        except BindingError as error:
+            return self._mh_reply(refused=str(error), switches=[])
+        rank = int(self.rank)  # type: ignore[attr-defined]
+        return self._mh_reply(refused="", switches=thaw(read_switches(choices, sites, rank=rank)))
+
     def mh_begin_pass(self) -> Plain:
         """Start counting: model forwards, and calls of what is bound; hold the random streams."""
         from mismatch_hooks.integrations.vllm.random_streams import hold_random_streams
@@ -169,6 +181,14 @@ class WorkerExtension:
 
 
 def _bind(model: Any, binding: Mapping[str, Any]) -> _Bound:
+    choices, sites = _find_sites(model, binding)
+    replaced = [site for factor, choice in choices.items() if choice is Choice.REFERENCE for site in sites[factor]]
+    bound = _Bound(choices=choices, sites=sites, before=[(site, _held(site)) for site in replaced])
+    bound.stack.enter_context(patched(replaced, bound.counter))
+    return bound
+
+
+def _find_sites(model: Any, binding: Mapping[str, Any]) -> tuple[dict[str, Choice], dict[str, Sequence[PatchSite]]]:
     choices = {factor: Choice(choice) for factor, choice in binding["choices"].items()}
     parameters = binding.get("parameters", {})
     registry = load_registry()
@@ -179,14 +199,11 @@ def _bind(model: Any, binding: Mapping[str, Any]) -> _Bound:
             f"no factor {', '.join(unknown)} is registered in vLLM's worker; registered: "
             f"{', '.join(registry.factors) or 'none'}.{broken}"
         )
-    sites = {
+    sites: dict[str, Sequence[PatchSite]] = {
         factor: registry.adapter(factor).sites(factor, PolicyRole.ROLLOUT, model, parameters.get(factor, {}))
         for factor in choices
     }
-    replaced = [site for factor, choice in choices.items() if choice is Choice.REFERENCE for site in sites[factor]]
-    bound = _Bound(choices=choices, sites=sites, before=[(site, _held(site)) for site in replaced])
-    bound.stack.enter_context(patched(replaced, bound.counter))
-    return bound
+    return choices, sites
 
 
 def _unbind(bound: _Bound) -> list[str]:
@@ -211,10 +228,12 @@ def _load_mark(model: Any) -> _Mark:
     """What changes when weights are written: packed kernels (held weakly: they own weights), versions, some bits."""
     import torch
 
-    kernels = [weakref.ref(module.cpu_linear) for module in model.modules() if hasattr(module, "cpu_linear")]
+    kernels: list[Callable[[], object]] = [
+        weakref.ref(module.cpu_linear) for module in model.modules() if hasattr(module, "cpu_linear")
+    ]
     tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if tensor.numel()]
     # A reload may copy through parameter.data, which leaves the version where it is; a few bits of each tensor tell.
-    versions = sum(0 if tensor.is_inference() else tensor._version for tensor in tensors)
+    versions: int = sum(0 if tensor.is_inference() else tensor._version for tensor in tensors)
     sample = [tensor.flatten()[:: max(1, tensor.numel() // 8)][:8].double() for tensor in tensors]
     return kernels, versions, torch.cat(sample).cpu().numpy().tobytes() if sample else b""
 

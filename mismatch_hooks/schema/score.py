@@ -160,7 +160,7 @@ class WeightsDigest:
     Attributes:
         role: the side.
         version: the version label that the loop gave; proves nothing, and is reported beside the content.
-        tensors: Hugging Face tensor name to the SHA-256 of its bf16/fp32 bytes, or ``"unobservable: reason"``.
+        tensors: Hugging Face tensor name to the BLAKE3 of its bytes, −0.0 taken as 0.0, or ``"unobservable: reason"``.
         derived: tensors made at load time (rotary tables), digested likewise; compared only where both sides have them.
     """
 

@@ -37,6 +37,7 @@ class Rollout:
         _set_environment(in_process=self._in_process)
         from vllm import LLM
 
+        sequences = config.task.prompts * config.task.samples
         with _without(_LAUNCHER):
             self.llm = LLM(
                 str(folder),
@@ -45,8 +46,10 @@ class Rollout:
                 seed=config.seed,
                 enforce_eager=True,
                 max_model_len=config.rollout.max_model_len,
-                max_num_seqs=max(2, config.task.prompts * config.task.samples),
-                max_num_batched_tokens=2048,
+                max_num_seqs=sequences,
+                # Every prompt fits into one pass: a prompt cut in two would rewind its request's generator, and one
+                # on a CPU cannot be rewound (vLLM 0.32: "CPU Generator does not use offset").
+                max_num_batched_tokens=max(2048, sequences * config.rollout.max_model_len),
                 enable_prefix_caching=config.rollout.prefix_caching,
                 kv_cache_memory_bytes=config.rollout.kv_cache_mib * 2**20,
                 # What the model's file recommends for chat is not what GRPO samples with.

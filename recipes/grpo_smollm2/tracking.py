@@ -25,6 +25,8 @@ def tracking(config: Config, *, out: Path) -> Iterator[Log]:
     if mode == "disabled":
         yield lambda step, figures: None
         return
+    # wandb finds vLLM's imports of other clients and advertises a product for them.
+    os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
     import wandb
 
     run = wandb.init(

@@ -31,7 +31,6 @@ def test_the_cadence_stretches_until_the_budget_holds() -> None:
     assert all(share <= 0.05 for share in shares[1:])
     # 2 s in 40 s of wall time, of which 38 s are steps: 26 in 1,000 steps, and hardly any budget is left unused.
     assert 24 <= len(ran) <= 26
-    assert cadence.postponed == len(ran) - 1 or cadence.postponed == len(ran)
     assert cadence.spent_s == 2.0 * len(ran)
 
 

@@ -122,7 +122,8 @@ def test_a_second_distribution_adds_its_operators_and_they_work(seen: Any) -> No
 def test_a_factor_that_two_distributions_declare_stays_ours_and_the_other_is_named(seen: Any) -> None:
     assert seen["adapters"]["attention.rope_fusion"] == "mismatch_hooks.operator_checks.attention.adapter"
     assert seen["broken"]["extra_checks.attention"] == (
-        "SchemaError: attention.rope_fusion is declared by mismatch_hooks.operator_checks.attention already; rename one."
+        "SchemaError: attention.rope_fusion is declared by mismatch_hooks.operator_checks.attention already; "
+        "rename one."
     )
 
 

@@ -104,7 +104,7 @@ def test_a_foreign_patch_is_reported_and_not_overwritten() -> None:
         pytest.raises(RestoreError, match=r"^_Engine\.forward holds <function .*foreign.*>, not ours; unload the tool"),
         patched([_site(engine), _site(other)], CallCounter()),
     ):
-        engine.forward = foreign  # type: ignore[method-assign]
+        engine.forward = foreign
     assert engine.forward(1) == "foreign 1"
     assert other.forward(1) == "native 1"
 
@@ -135,7 +135,7 @@ def test_an_original_that_somebody_put_back_is_no_foreign_patch() -> None:
     engine = _Engine()
     original = vars(engine)["forward"]
     with patched([_site(engine)], CallCounter()):
-        engine.forward = original  # type: ignore[method-assign]
+        engine.forward = original
     assert vars(engine)["forward"] is original
 
 
@@ -230,7 +230,7 @@ def test_a_silently_reverted_switch_reads_native() -> None:
     engine = _Engine()
     original, sites = vars(engine)["forward"], [_site(engine)]
     with patched(sites, CallCounter()):
-        engine.forward = original  # type: ignore[method-assign]
+        engine.forward = original
         assert _status(REFERENCE, sites)[:2] == (NATIVE, SwitchStatus.FELL_BACK)
 
 

@@ -233,6 +233,11 @@ def test_shards_that_cover_each_active_token_once_pass(shards: tuple[LogprobShar
             id="duplicated",
         ),
         pytest.param(
+            (shard(0, 2, WHOLE), shard(1, 2), shard(1, 2)),
+            "Shards from ranks [0, 1, 1] arrived, one from each of 0 to 1 is needed",
+            id="an empty one duplicated",
+        ),
+        pytest.param(
             (shard(0, 2, FIRST), shard(1, 3, SECOND)), "Shards disagree on the world size: [2, 3]", id="disagreeing"
         ),
         pytest.param(

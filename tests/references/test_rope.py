@@ -41,11 +41,11 @@ def _oracle(states: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 
 def test_the_rotation_is_that_of_float64_to_the_error_of_its_fp32_angles() -> None:
-    """The bound: |Δ| ≤ (|a| + |b|)(p·f·ε_f + 3 u) for a pair (a, b) at position p with frequency f, u = 2⁻²⁴.
+    """The bound: |Δ| ≤ (|a| + |b|)(p·f·(2 ln θ + 4) u + 5 u) for a pair (a, b), position p, frequency f, u = 2⁻²⁴.
 
     A frequency is one power, one division and the quotient in its exponent: its relative error is at most
-    (ln θ · 2 + 3) u, which the position multiplies into an angle error; the product p·f rounds once more (u·p·f). Cosine
-    and sine are within 2 u, products and the sum add 3 u at most.
+    (ln θ · 2 + 3) u, which the position multiplies into an angle error; the product p·f rounds once more (u·p·f).
+    Cosine and sine are within 2 u, products and the sum add 3 u at most.
     """
     theta, unit = 1e6, 2.0**-24
     positions = torch.tensor([0, 1, 7, 511, 4095])
@@ -60,7 +60,7 @@ def test_the_rotation_is_that_of_float64_to_the_error_of_its_fp32_angles() -> No
 
 
 def test_low_precision_inputs_are_computed_in_fp32_and_rounded_once() -> None:
-    """Published for RoPE: fused bf16 equals fp32 cast down to the bit, arithmetic in bf16 is off by up to 9.55e-4 of size."""
+    """Published for RoPE at this shape: fused bf16 is fp32 cast down, to the bit; arithmetic in bf16 is not."""
     states = _states(512, 14, 64, dtype=torch.bfloat16)
     table = _table(1e6)
     cos, sin = table.at(torch.arange(512))
@@ -226,7 +226,7 @@ def test_a_rope_that_has_no_reference_is_refused_in_one_sentence(scaling: dict[s
 
 
 def test_gradients_are_those_of_float64_autograd() -> None:
-    """The gradient is the inverse rotation: two fp32 products and a sum of the upstream gradient, so 4 u · (|a| + |b|)."""
+    """The gradient is the upstream one turned back: two fp32 products and a sum, so within 4 u · (|a| + |b|)."""
     states, upstream, positions = _states(7, 2, 16), _states(7, 2, 16, seed=1), torch.arange(7) * 5
     cos, sin = _table(rotary_dim=16).at(positions)
     ours = states.clone().requires_grad_()

@@ -48,7 +48,7 @@ def test_a_fingerprint_is_the_sha256_of_canonical_json() -> None:
     )
 
 
-_DISTINCT = {
+_DISTINCT: dict[str, Any] = {
     "none": None,
     "true": True,
     "false": False,

@@ -77,6 +77,7 @@ def test_a_binding_is_in_effect_inside_its_block_only() -> None:
     native, original = backend.score(batch), rotary_function()
     with backend.bind(binding(rope=Choice.REFERENCE)):
         bound = backend.score(batch)
+        assert backend.read_back().effective("operator.rope.implementation") == "reference of test.rope"
     assert logprobs_of(bound) != logprobs_of(native)
     assert rotary_function() is original
     assert logprobs_of(backend.score(batch)) == logprobs_of(native)
@@ -213,3 +214,17 @@ def test_captured_cuda_graphs_make_an_operator_cost_a_rebuild() -> None:
     model.config.cuda_graph_impl = "local"
     assert backend.capabilities["operator.rope.implementation"] is RebindCost.ENGINE_REBUILD
     assert backend.capabilities["parallel.tensor"] is RebindCost.PROCESS_GROUP_REBUILD
+
+
+def test_switch_states_read_the_live_model_whatever_they_are_asked_about() -> None:
+    backend = MegatronBackend(build_model(LLAMA))
+    asked = binding(rope=Choice.NATIVE)
+    assert [state.effective for state in backend.switch_states(asked)] == [Choice.NATIVE]
+    with backend.bind(binding(rope=Choice.REFERENCE)):
+        (leaked,) = backend.switch_states(asked)
+    assert (leaked.requested, leaked.effective, leaked.status) == (
+        Choice.NATIVE,
+        Choice.REFERENCE,
+        SwitchStatus.FELL_BACK,
+    )
+    assert [state.effective for state in backend.switch_states(asked)] == [Choice.NATIVE]

@@ -128,6 +128,12 @@ def test_calls_are_counted_over_every_forward_of_a_chunked_pass(llama: VllmBacke
     assert [(count.expected, count.observed) for count in evidence.calls] == [(4, 4)]
 
 
+def test_every_pass_of_a_binding_counts_from_zero(llama: VllmBackend, planted: None) -> None:
+    with llama.bind(binding("planted.same")):
+        counts = [llama.score(BATCH).evidence.calls[0].observed for _ in range(3)]
+    assert counts == [2, 2, 2]
+
+
 def test_a_native_choice_is_read_back_and_replaces_nothing(llama: VllmBackend, planted: None) -> None:
     with llama.bind(binding("planted.unrotated", Choice.NATIVE)):
         evidence = llama.score(BATCH).evidence

@@ -89,6 +89,7 @@ class Rollout:
 
     def sync(self, named_tensors: Iterable[tuple[str, Tensor]], *, weight_version: str) -> None:
         """Deliver weights under Hugging Face's names, and forget everything that was computed with the old ones."""
+        named_tensors = _with_head(named_tensors)
         if self._in_process:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
         else:
@@ -106,6 +107,21 @@ class Rollout:
     def close(self) -> None:
         """Stop the engine, and its process where it has one."""
         self.llm.llm_engine.engine_core.shutdown()
+
+
+def _with_head(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Add the head of a model that ties it to the embedding.
+
+    vLLM's CPU build multiplies with a packed copy of the head, which it packs anew only when ``lm_head.weight`` is
+    delivered by that name (0.32); without it the engine samples with its first head for good.
+    """
+    embedding, has_head = None, False
+    for name, tensor in named_tensors:
+        embedding = tensor if name == "model.embed_tokens.weight" else embedding
+        has_head |= name == "lm_head.weight"
+        yield name, tensor
+    if embedding is not None and not has_head:
+        yield "lm_head.weight", embedding
 
 
 def _set_environment(*, in_process: bool) -> None:

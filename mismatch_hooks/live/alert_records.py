@@ -14,6 +14,7 @@ class AlertKind(Enum):
     CLIP_FRACTION = "clip_fraction"
     DLOGP_MEAN = "dlogp_mean"
     NONFINITE = "nonfinite"
+    WEIGHTS = "weights"
     TOKEN_COVERAGE = "token_coverage"
     MISSING_METRIC = "missing_metric"
 

@@ -10,7 +10,7 @@ from mismatch_hooks.live.alert_records import TRANSIENT_STEPS, Alert, AlertKind,
 _CONFIRMING_STEPS = 3  # in a row, before an alert that is not certain at once opens, escalates or closes
 _BACK_BELOW = 0.9  # share of the limit at which |dlogp| counts as back: noise at the limit must not flap
 _DLOGP_WORSE = 2.0  # times the |dlogp| that was reported last
-_NONFINITE_WORSE = 10.0  # times the count that was reported last
+_COUNT_WORSE = 10.0  # times the count that was reported last
 _COVERAGE_KEPT = 0.95  # share of the usual token coverage
 _TOKENS_KEPT = 0.5  # share of the usual tokens, where coverage is not measured: responses may well grow shorter
 _REQUIRED = ("clip_fraction", "tokens")
@@ -67,6 +67,7 @@ class HealthState:
         first_dlogp_step: first step with a |dlogp|.
         dlogp_mean: |dlogp| above its limit.
         nonfinite: non-finite log-probs.
+        weights: tensors that differ between the sides.
         coverage_metric: ``"token_coverage"`` once the loop has measured it, else ``"tokens"``.
         coverage_anchor: that metric in the run's first steps.
         token_coverage: lost tokens.
@@ -77,6 +78,7 @@ class HealthState:
     first_dlogp_step: int | None = None
     dlogp_mean: Watch = field(default_factory=Watch)
     nonfinite: Watch = field(default_factory=Watch)
+    weights: Watch = field(default_factory=Watch)
     coverage_metric: str = "tokens"
     coverage_anchor: tuple[float, ...] = ()
     token_coverage: Watch = field(default_factory=Watch)
@@ -144,23 +146,59 @@ def observe_nonfinite(
     state: HealthState, step: int, metrics: Mapping[str, float], rules: HealthRules
 ) -> tuple[HealthState, tuple[Alert, ...]]:
     """Report NaN or infinite log-probs in the step that brings them."""
-    count = metrics.get("nonfinite", math.nan)
+    words = _CountWords(
+        kind=AlertKind.NONFINITE,
+        what="non-finite log-probs",
+        over="log-probs are finite again",
+        advice="Find the side that returns them; no verdict is read from such a batch.",
+    )
+    watch, alerts = _observe_count(state.nonfinite, step, metrics.get("nonfinite", math.nan), words, rules)
+    return replace(state, nonfinite=watch), alerts
+
+
+def observe_weights(
+    state: HealthState, step: int, metrics: Mapping[str, float], rules: HealthRules
+) -> tuple[HealthState, tuple[Alert, ...]]:
+    """Report tensors whose content differs between the two sides, in the step that finds them."""
+    words = _CountWords(
+        kind=AlertKind.WEIGHTS,
+        what="tensors differ between the sides",
+        over="the weights of both sides are equal again",
+        advice="Sync every tensor; the step's event names those that differ (weights.differing).",
+    )
+    watch, alerts = _observe_count(state.weights, step, metrics.get("weights_mismatched", math.nan), words, rules)
+    return replace(state, weights=watch), alerts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CountWords:
+    kind: AlertKind
+    what: str
+    over: str
+    advice: str
+
+
+def _observe_count(
+    before: Watch, step: int, count: float, words: _CountWords, rules: HealthRules
+) -> tuple[Watch, tuple[Alert, ...]]:
+    """Follow a count that must be 0: one step is enough to report it."""
     if not math.isfinite(count):
-        return state, ()
-    worse = count >= _NONFINITE_WORSE * state.nonfinite.level
-    sign = Sign(value=count, bad=count > 0, good=count == 0, worse=worse, certain=True)
-    watch, what = _advance(state.nonfinite, step, sign)
-    state = replace(state, nonfinite=watch if what is not AlertState.CLOSED else Watch())
+        return before, ()
+    worse = count >= _COUNT_WORSE * before.level
+    watch, what = _advance(before, step, Sign(value=count, bad=count > 0, good=count == 0, worse=worse, certain=True))
+    kept = watch if what is not AlertState.CLOSED else Watch()
     if what is None:
-        return state, ()
+        return kept, ()
     if what is AlertState.CLOSED:
-        title, text = "log-probs are finite again", f"No non-finite log-prob since step {watch.last_bad_step}."
+        title, text = (
+            words.over,
+            f"{words.over[0].upper()}{words.over[1:]}; the last bad step is {watch.last_bad_step}.",
+        )
     else:
-        title = f"{count:.0f} non-finite log-probs at step {step}"
-        text = f"{count:.0f} tokens have a NaN or infinite log-prob at step {step}, since step {watch.since_step}."
-    advice = "Find the side that returns them; no verdict is read from such a batch."
-    alert = _alert(AlertKind.NONFINITE, Severity.CRITICAL, what, watch, step, count, title, text, advice, rules)
-    return state, (alert,)
+        title = f"{count:.0f} {words.what} at step {step}"
+        text = f"{title}, since step {watch.since_step}."
+    alert = _alert(words.kind, Severity.CRITICAL, what, watch, step, count, title, text, words.advice, rules)
+    return kept, (alert,)
 
 
 def observe_token_coverage(

@@ -15,18 +15,19 @@ from mismatch_hooks.live.config import ConfigError, HooksConfig, parse_config
 from mismatch_hooks.live.isolation import ErrorLedger, Fanout
 from mismatch_hooks.live.planning import make_plan
 from mismatch_hooks.live.registry import load_registry
-from mismatch_hooks.live.weights import WeightsWatch
+from mismatch_hooks.live.weights import WeightsWatch, combined_digest
 from mismatch_hooks.pipeline.bind import RestoreError
 from mismatch_hooks.pipeline.compare import differing_settings, not_as_requested
 from mismatch_hooks.pipeline.guards import GuardInput, tripped
 from mismatch_hooks.pipeline.metrics import MetricState, measure, merge
 from mismatch_hooks.schema.backend import ScoringBackend
 from mismatch_hooks.schema.capture import RolloutSequence
-from mismatch_hooks.schema.enums import ModelFamily, NoiseFloor, Origin, PolicyRole
+from mismatch_hooks.schema.enums import ModelFamily, NoiseFloor, Origin, PolicyRole, Source
 from mismatch_hooks.schema.fingerprint import fingerprint
 from mismatch_hooks.schema.freeze import thaw
 from mismatch_hooks.schema.plan import Plan
-from mismatch_hooks.schema.readback import Readback
+from mismatch_hooks.schema.readback import Readback, Reading
+from mismatch_hooks.schema.score import WeightsDigest
 from mismatch_hooks.schema.shape import ModelShape
 from mismatch_hooks.schema.thresholds import fingerprint as thresholds_fingerprint
 from mismatch_hooks.schema.thresholds import threshold
@@ -110,7 +111,7 @@ class MismatchHooks:
         )
         self._capture: StepCapture | None = None
         self._state: MetricState | None = None
-        self._ablation_s = self._hook_s = 0.0
+        self._ablation_s = self._hook_s = self._hook_total_s = 0.0
         self._closed = False
         self.last_step: dict[str, float] | None = None
 
@@ -195,7 +196,8 @@ class MismatchHooks:
             state = self._gathered(step)
             with self._ledger.guard("end_step", step=step):
                 metrics = self._metrics(state)
-                self._emit("step", step, {"metrics": metrics, "host": dict(host_metrics or {})})
+                host = dict(host_metrics or {})
+                self._emit("step", step, {"metrics": metrics, "host": host, "weights": self._weights.report()})
                 self._alert(step, metrics)
                 self.last_step = metrics
         with self._ledger.guard("overhead", step=step):
@@ -275,11 +277,13 @@ class MismatchHooks:
     def _report_overhead(self, step: int) -> None:
         now = time.perf_counter()
         wall = now - self._step_started
+        self._hook_total_s += self._hook_s
         figures = {
             "overhead_fraction": self._hook_s / wall,
             "overhead_seconds": self._hook_s,
             "ablation_seconds": self._ablation_s,
-            "ablation_fraction": self._cadence.spent_s / (now - self._started),
+            "run_overhead_fraction": self._hook_total_s / (now - self._started),
+            "run_ablation_fraction": self._cadence.spent_s / (now - self._started),
             "step_seconds": wall,
             "errors": self._ledger.total,
         }
@@ -318,9 +322,9 @@ class MismatchHooks:
             epsilon_low=self._epsilon_low,
             epsilon_high=self._epsilon_high,
         )
-        rollout, training = self._read_back()
-        self._report_readback(capture.step, rollout, training)
         weights = self._weights.check_all()
+        rollout, training = (_with_digest(readback, weights[readback.role]) for readback in self._read_back())
+        self._report_readback(capture.step, rollout, training)
         guards = GuardInput(
             sequences=[
                 replace(capture.sequences[index], response_mask=one.response_mask)
@@ -400,6 +404,12 @@ class MismatchHooks:
                 "off": self._no_ablation,
             },
         }
+
+
+def _with_digest(readback: Readback, weights: WeightsDigest) -> Readback:
+    where = f"{len(weights.tensors)} live tensors, by content"
+    digest = Reading(effective=combined_digest(weights), source=Source.LIVE_MODULE, where=where)
+    return Readback(role=readback.role, settings={**readback.settings, "weights.digest": digest})
 
 
 class _Accounted:

@@ -1,21 +1,31 @@
 """Are the two sides' weights really the same? Checked by content: one layer a step, everything at an ablation."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from mismatch_hooks.schema.backend import ScoringBackend
 from mismatch_hooks.schema.enums import PolicyRole
+from mismatch_hooks.schema.fingerprint import fingerprint
 from mismatch_hooks.schema.score import WeightsDigest
+
+_DIGEST_CHARACTERS = 16
+_MOST_NAMES = 20
 
 
 class WeightsWatch:
-    """Compares per-tensor digests, a rotating layer at a time, so that the whole model is covered in a round."""
+    """Compares per-tensor digests, a rotating layer at a time, so that the whole model is covered in a round.
+
+    A tensor that differs stays on the list until a later check finds it equal.
+    """
 
     def __init__(self, engines: Mapping[PolicyRole, ScoringBackend], *, layers: int) -> None:
         self._engines = engines
         self._groups: list[tuple[str, ...]] = [(f"model.layers.{layer}.",) for layer in range(layers)]
         self._groups.append(("model.embed_tokens.", "model.norm.", "lm_head."))
         self._next = 0
-        self._checked = self._mismatched = 0
+        self._checked = self._unread = 0
+        self._differing: set[str] = set()
+        self._latest: Mapping[PolicyRole, WeightsDigest] = {}
 
     def check_some(self) -> None:
         """Compare the tensors of the next layer, or those outside the layers."""
@@ -27,16 +37,38 @@ class WeightsWatch:
         return self._compare(None)
 
     def figures(self) -> dict[str, float]:
-        """Return how many tensors were compared last, and how many of them differ."""
-        return {"weights_checked": self._checked, "weights_mismatched": self._mismatched}
+        """Return how many tensors were compared last, how many could not be, and how many are known to differ."""
+        return {
+            "weights_checked": self._checked,
+            "weights_unread": self._unread,
+            "weights_mismatched": len(self._differing),
+        }
+
+    def report(self) -> dict[str, Any]:
+        """Return what each side reported last: version, one digest over the tensors compared, and names that differ."""
+        sides = {
+            role.value: {"version": found.version, "digest": combined_digest(found)}
+            for role, found in self._latest.items()
+        }
+        return {"checked": self._checked, "differing": sorted(self._differing)[:_MOST_NAMES], **sides}
 
     def _compare(self, prefixes: tuple[str, ...] | None) -> Mapping[PolicyRole, WeightsDigest]:
         digests = {role: engine.weights_digest(prefixes) for role, engine in self._engines.items()}
         ours, theirs = digests[PolicyRole.TRAINING].tensors, digests[PolicyRole.ROLLOUT].tensors
         names = set(ours) | set(theirs)
-        self._checked = len(names)
-        # Two tensors that nobody could read are not equal, whatever the reasons say.
-        self._mismatched = sum(
-            ours.get(name) != theirs.get(name) or ours[name].startswith("unobservable") for name in names
-        )
+        # A tensor that a side could not read is neither equal nor different; a verdict is blocked by it all the same.
+        unread = {name for name in names if any(_is_unread(side.get(name, "")) for side in (ours, theirs))}
+        differing = {name for name in names - unread if ours.get(name) != theirs.get(name)}
+        self._checked, self._unread = len(names - unread), len(unread)
+        self._differing = (self._differing - names) | differing
+        self._latest = digests
         return digests
+
+
+def combined_digest(found: WeightsDigest) -> str:
+    """Return one short digest over a side's tensors, names included."""
+    return fingerprint(found.tensors)[:_DIGEST_CHARACTERS]
+
+
+def _is_unread(digest: str) -> bool:
+    return digest.startswith("unobservable")

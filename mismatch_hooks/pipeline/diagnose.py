@@ -132,7 +132,7 @@ def _change(effect: PairedEffect, mismatch: float) -> str:
 def _unresolved(effects: Mapping[Arm, PairedEffect], mismatch: float) -> str:
     effect = max(effects.values(), key=lambda effect: effect.resolvable)
     reason = (
-        f"No reference lowers the mean |dlogp| of {mismatch:.4f}: {effect.tokens} tokens of {effect.sequences} "
+        f"Nothing is resolved: mean |dlogp| is {mismatch:.4f}, and {effect.tokens} tokens of {effect.sequences} "
         f"sequences resolve a change of {effect.resolvable:.4f} or more"
     )
     if effect.tokens_needed is None:

@@ -244,8 +244,10 @@ def render_summary(summary: RunningSummary) -> RenderableType:
         keys = ", ".join(str(difference["key"]) for difference in summary.differences[:4])
         more = len(summary.differences) - 4
         rest.add_row("sides differ in", keys + (f" and {more} more" if more > 0 else ""))
-    if "overhead_fraction" in summary.overhead:
-        rest.add_row("hooks took", f"{summary.overhead['overhead_fraction']:.2%} of the time")
+    if "run_overhead_fraction" in summary.overhead:
+        spent = summary.overhead
+        ablation = f", ablation {spent['run_ablation_fraction']:.1%}" if spent["run_ablation_fraction"] else ""
+        rest.add_row("hooks took", f"{spent['run_overhead_fraction']:.2%} of the run's time{ablation}")
     for cause, count in summary.errors.items():
         rest.add_row("failed", Text(f"{cause}: {_count(count, 'error')}, kept from the run", style="yellow"))
     for sink, steps in summary.missing.items():

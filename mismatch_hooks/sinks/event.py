@@ -23,7 +23,8 @@ VERSION = 1
 EVENT_TYPES: Mapping[str, str] = {
     "run": "state (started, finished, stopped, failed), config, fingerprints, plan {off, left_out [{factor, outcome, "
     "reason}]}; at the end errors {cause: count}, missing {sink: steps}, paths {name: path}, ablation {off}",
-    "step": "metrics {name: value}, host {name: value}: what the loop passed as host_metrics",
+    "step": "metrics {name: value}, host {name: value}: what the loop passed as host_metrics, weights {checked, "
+    "differing, rollout and training: {version, digest}}",
     "readback": "settings {key: {side: {effective, source, where, requested} or {unobservable}}}, "
     "differences [{key, training, rollout}], those that matter first, not_as_requested [{key, side, effective, source, "
     "where, requested, requested_by}]",

@@ -311,3 +311,35 @@ def test_two_ranks_without_a_gather_are_refused(tmp_path: Path) -> None:
 def test_an_unknown_factor_stops_the_start_and_names_what_exists(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no factor matches 'attention.rope'.*attention\.rope_fusion"):
         Loop(tmp_path, FakeEngine(ROLLOUT), FakeEngine(TRAINING), config={"factors": ["attention.rope"]})
+
+
+# ---- weights ------------------------------------------------------------------------------------------------------
+
+
+def test_a_tensor_that_differs_is_alerted_in_its_step_and_stays_named_until_it_is_equal_again(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, FakeEngine(ROLLOUT), FakeEngine(TRAINING), config={"ablate_every": 0})
+    loop.step(0)
+    loop.rollout.tensors = {"model.layers.0.weight": "stale"}
+    loop.step(1)
+    loop.rollout.tensors = {"model.layers.0.weight": "same"}
+    loop.step(2)
+    steps = loop.events("step")
+    assert [step["weights"]["differing"] for step in steps] == [[], ["model.layers.0.weight"], []]
+    assert [step["metrics"]["weights_mismatched"] for step in steps] == [0, 1, 0]
+    assert steps[1]["weights"]["rollout"]["digest"] != steps[1]["weights"]["training"]["digest"]
+    (alert,) = [alert for alert in loop.events("alert") if alert["kind"] == "weights"]
+    assert (alert["step"], alert["state"], alert["title"]) == (
+        1,
+        "opened",
+        "1 tensors differ between the sides at step 1",
+    )
+
+
+def test_tensors_that_nobody_could_read_are_counted_apart_and_block_the_verdict(tmp_path: Path) -> None:
+    unread = {"model.layers.0.weight": "unobservable: sharded over 2 ranks"}
+    loop = Loop(tmp_path, FakeEngine(ROLLOUT, tensors=unread), FakeEngine(TRAINING, tensors=unread))
+    loop.step(0)
+    loop.step(1)
+    metrics = loop.events("step")[0]["metrics"]
+    assert (metrics["weights_checked"], metrics["weights_unread"], metrics["weights_mismatched"]) == (0, 1, 0)
+    assert "cannot be compared" in loop.verdict()["gates"]["pitfalls_clear"]["reason"]

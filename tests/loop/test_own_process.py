@@ -1,6 +1,5 @@
 """The same code serves an engine core that lives in a process of its own."""
 
-
 import pytest
 
 from tests.loop.running import HOOKS_ON, Run, run

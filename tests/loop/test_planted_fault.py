@@ -1,6 +1,5 @@
 """A wrong rope base planted into the rollout engine is alerted, accused on the right side, and read back."""
 
-
 import pytest
 
 from tests.loop.running import Run, run

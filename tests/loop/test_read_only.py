@@ -1,6 +1,5 @@
 """With the hooks on, ablating every step, the run is to the bit the run without them."""
 
-
 import pytest
 
 from tests.loop.running import HOOKS_ON, Run, run

@@ -87,7 +87,7 @@ HALF = 0.5 * NATIVE
             _redrawn(NATIVE, 2),
             _redrawn(NATIVE, 3),
             Diagnosis.INSUFFICIENT_EVIDENCE,
-            "No reference lowers the mean |dlogp| of 0.0",
+            "Nothing is resolved: mean |dlogp| is 0.0",
             id="every swap only draws the rounding anew",
         ),
         pytest.param(
@@ -95,7 +95,7 @@ HALF = 0.5 * NATIVE
             1.5 * NATIVE,
             2.0 * NATIVE,
             Diagnosis.INSUFFICIENT_EVIDENCE,
-            "No reference lowers the mean |dlogp| of 0.0",
+            "Nothing is resolved: mean |dlogp| is 0.0",
             id="the references make it worse",
         ),
     ],
@@ -169,7 +169,7 @@ def test_an_unresolved_factor_says_how_many_tokens_would_do() -> None:
     mismatch = float(np.abs(NATIVE).mean())
     assert widest.tokens_needed is not None and widest.tokens_needed > 24 * 64
     assert found.reason == (
-        f"No reference lowers the mean |dlogp| of {mismatch:.4f}: 1536 tokens of 24 sequences resolve a change of "
+        f"Nothing is resolved: mean |dlogp| is {mismatch:.4f}, and 1536 tokens of 24 sequences resolve a change of "
         f"{widest.resolvable:.4f} or more, and about {widest.tokens_needed} tokens would resolve {0.1 * mismatch:.4f}, "
         "a tenth of it."
     )

@@ -82,7 +82,11 @@ def test_the_closing_summary_has_metrics_verdicts_errors_missing_steps_and_paths
         Event(type="step", step=0, payload={"metrics": {"clip_fraction": 0.25, "dlogp_mean": 0.1}}),
         Event(type="step", step=1, payload={"metrics": {"clip_fraction": 0.125, "dlogp_mean": float("nan")}}),
         Event(type="verdict", step=1, payload=verdict(blocked="pitfalls_clear")),
-        Event(type="overhead", step=1, payload={"metrics": {"overhead_fraction": 0.0123}}),
+        Event(
+            type="overhead",
+            step=1,
+            payload={"metrics": {"run_overhead_fraction": 0.0123, "run_ablation_fraction": 0.104}},
+        ),
         Event(type="run", payload=ending),
     )
     summary = text[text.index("─ mismatch_hooks ─") :]
@@ -94,7 +98,7 @@ def test_the_closing_summary_has_metrics_verdicts_errors_missing_steps_and_paths
         "gates ok               switch_effective, evidence_complete, shards_complete",
         "gate BLOCKED           pitfalls_clear: 0 of 28 calls ran",
         "not switchable in process: engine rebuild",
-        "1.23% of the time",
+        "1.23% of the run's time, ablation 10.4%",
         "sink wandb: 3 errors, kept from the run",
         "steps 3–5, 9 in wandb",
         "/runs/demo/events.jsonl",

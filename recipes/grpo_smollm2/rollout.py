@@ -95,9 +95,10 @@ class Rollout:
         else:
             from safetensors.torch import save_file
 
-            # Through a file: tensors do not travel to another process as plain data.
+            # Through a file: tensors do not travel to another process as plain data. Copied, because a tied head and
+            # its embedding are one tensor, and safetensors refuses to write that twice.
             with tempfile.TemporaryDirectory(prefix="weights-") as folder:
-                tensors = {name: tensor.cpu().contiguous() for name, tensor in named_tensors}
+                tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in named_tensors}
                 save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
                 self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
         # A reload leaves cached prefixes in place; they were computed with the old weights.

@@ -64,14 +64,21 @@ def main(raw: Mapping[str, object], *, out: Path) -> Summary:
         if config.hooks_enabled:
             from mismatch_hooks import MismatchHooks, shape_from_folder
             from mismatch_hooks.integrations.megatron import MegatronBackend
-            from mismatch_hooks.integrations.vllm import VllmBackend, sequences
+            from mismatch_hooks.integrations.vllm import VllmBackend
 
             shape = shape_from_folder(folder)
+            sampler = VllmBackend(rollout.llm, weight_version=lambda: rollout.weight_version)
+            scorer = MegatronBackend(
+                trainer.model,
+                shape=shape,
+                micro_batch=config.task.prompts * config.task.samples,  # as the loop's own forward: the same padding
+                weight_version=lambda: trainer.weight_version,
+            )
             hooks = stack.enter_context(
                 MismatchHooks(
                     config.mismatch_hooks,
-                    rollout=VllmBackend(rollout.llm, weight_version=lambda: rollout.weight_version),
-                    training=MegatronBackend(trainer.model, shape=shape, weight_version=lambda: trainer.weight_version),
+                    rollout=sampler,
+                    training=scorer,
                     shape=shape,
                     run_dir=out,
                     clip_range=(config.grpo.epsilon_low, config.grpo.epsilon_high),
@@ -95,7 +102,7 @@ def main(raw: Mapping[str, object], *, out: Path) -> Summary:
 
             # ==== mismatch_hooks: what was sampled ==================================================================
             if hooks:
-                hooks.capture_rollout(step, sequences(outputs, params, weight_version=rollout.weight_version))
+                hooks.capture_rollout(step, sampler.sequences(outputs, params))
                 phases.mark("hooks")
             # ========================================================================================================
 

@@ -343,3 +343,23 @@ def test_tensors_that_nobody_could_read_are_counted_apart_and_block_the_verdict(
     metrics = loop.events("step")[0]["metrics"]
     assert (metrics["weights_checked"], metrics["weights_unread"], metrics["weights_mismatched"]) == (0, 1, 0)
     assert "cannot be compared" in loop.verdict()["gates"]["pitfalls_clear"]["reason"]
+
+
+# ---- private ------------------------------------------------------------------------------------------------------
+
+
+def test_no_token_id_is_in_anything_that_was_written(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, FakeEngine(ROLLOUT, native_error=0.01), FakeEngine(TRAINING))
+    marked = (7171717, 8282828) * 8
+    sampled = [
+        RolloutSequence(prompt_token_ids=(9393939,), response_token_ids=marked, rollout_logprobs=(-1.5,) * 16)
+        for _ in range(12)
+    ]
+    for step in (0, 1):
+        loop.hooks.capture_rollout(step, sampled)
+        computed = torch.full((12, 16), -1.25)
+        loop.hooks.capture_training(step, computed, torch.ones_like(computed, dtype=torch.bool))
+        loop.hooks.end_step(step)
+    assert len(loop.events("verdict")) == 1
+    written = "".join(file.read_text() for file in tmp_path.rglob("*") if file.is_file())
+    assert not any(marker in written for marker in ("7171717", "8282828", "9393939"))

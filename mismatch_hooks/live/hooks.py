@@ -11,7 +11,7 @@ from mismatch_hooks.live.ablation import AblationResult, CapturedBatch, NotResto
 from mismatch_hooks.live.alerts import Alert, AlertBook, AlertSettings, AlertState
 from mismatch_hooks.live.cadence import Cadence
 from mismatch_hooks.live.capture import StepCapture, add_training
-from mismatch_hooks.live.config import ConfigError, HooksConfig, parse_config
+from mismatch_hooks.live.config import ConfigError, HooksConfig, check_config
 from mismatch_hooks.live.isolation import ErrorLedger, Fanout
 from mismatch_hooks.live.planning import make_plan
 from mismatch_hooks.live.registry import load_registry
@@ -86,7 +86,7 @@ class MismatchHooks:
             ConfigError: a key is wrong; one sentence.
             SinkError: a sink that was asked for cannot be built.
         """
-        self._config = parse_config(config)
+        self._config = check_config(config)
         if world_size > 1 and gather is None:
             raise ConfigError(
                 f"gather: got None with world_size {world_size}; accepts a function that returns every rank's data, "

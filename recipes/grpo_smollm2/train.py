@@ -13,6 +13,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -36,6 +37,8 @@ def main(raw: Mapping[str, object], *, out: Path) -> Summary:
         KeyboardInterrupt: Ctrl-C or SIGTERM; the hooks, W&B and the engines have been closed.
     """
     config = parse(raw)
+    require_engines()
+    check_hooks(config)
     out.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         stack.enter_context(stop_on_sigterm())
@@ -174,6 +177,31 @@ def main(raw: Mapping[str, object], *, out: Path) -> Summary:
             show.step(step, figures, hooks=hooks.last_step if hooks else None)
 
         return record.finish(weights=dict(trainer.export()), optimizer=trainer.optimizer_tensors(), prompts=prompt_rng)
+
+
+def require_engines() -> None:
+    """Refuse before anything has started where an engine is absent."""
+    for package, extra in {"megatron.core": "megatron", "vllm": "vllm"}.items():
+        try:
+            found = find_spec(package)
+        except ModuleNotFoundError:  # the parent package is absent
+            found = None
+        if found is None:
+            raise RecipeError(
+                f"{package} is not installed, and this recipe needs both engines; run make setup, or install "
+                f"mismatch-hooks[{extra}]."
+            )
+
+
+def check_hooks(config: Config) -> None:
+    """Refuse a wrong key of the hooks now, and not once the engines have started."""
+    if config.hooks_enabled:
+        from mismatch_hooks import ConfigError, check_config
+
+        try:
+            check_config(config.mismatch_hooks)
+        except ConfigError as refused:
+            raise RecipeError(str(refused)) from None
 
 
 def worker_extension(config: Config) -> str | None:

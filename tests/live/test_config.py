@@ -6,18 +6,18 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from mismatch_hooks.live.config import ConfigError, HooksConfig, parse_config
+from mismatch_hooks.live.config import ConfigError, HooksConfig, check_config
 
 KEYS = ", ".join(HooksConfig.model_fields)
 
 
 def test_an_empty_section_is_the_default() -> None:
-    assert parse_config({}) == HooksConfig()
-    assert (parse_config({}).ablate_every, parse_config({}).sample_sequences) == (20, 16)
+    assert check_config({}) == HooksConfig()
+    assert (check_config({}).ablate_every, check_config({}).sample_sequences) == (20, 16)
 
 
 def test_a_full_section_is_taken_as_given() -> None:
-    config = parse_config(
+    config = check_config(
         {
             "enabled": True,
             "ablate_every": 0,
@@ -34,12 +34,12 @@ def test_a_full_section_is_taken_as_given() -> None:
         ("jsonl",),
     )
     assert (config.alerts.clip_fraction.window, config.alerts.clip_fraction.min_steps) == (20, 5)
-    assert parse_config(config) is config
+    assert check_config(config) is config
 
 
 def test_a_parsed_section_cannot_be_changed() -> None:
     with pytest.raises(ValidationError):
-        parse_config({}).ablate_every = 5
+        check_config({}).ablate_every = 5
 
 
 @pytest.mark.parametrize(
@@ -145,5 +145,5 @@ def test_a_section_that_is_no_mapping_is_refused(given: Any, kind: str) -> None:
 
 def _refused(raw: Any, sentence: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        parse_config(raw)
+        check_config(raw)
     assert str(refused.value) == sentence

@@ -1,7 +1,5 @@
 """A real offline W&B run of the whole loop, opened by the host, read back by W&B's own reader."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.loop.running import Run, run

@@ -28,7 +28,7 @@ class ArmReading:
 
     Attributes:
         arm: which assignment.
-        metrics: names of ``pipeline.metrics.METRICS`` to values.
+        metrics: names of ``pipeline.metric_table.METRICS`` to values.
     """
 
     arm: Arm

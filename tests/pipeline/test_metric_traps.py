@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mismatch_hooks.pipeline.metrics import METRICS, DtypeError, MetricState, from_lists, measure, merge
+from mismatch_hooks.pipeline.metric_table import METRICS
+from mismatch_hooks.pipeline.metrics import DtypeError, MetricState, from_lists, measure, merge
 
 COUNTS = {"tokens", "sequences", "nonfinite", "clipped", "ratio_overflow"}
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mismatch_hooks.pipeline.metric_table import METRICS
 from mismatch_hooks.pipeline.metrics import (
-    METRICS,
     DtypeError,
     LogprobTensors,
     MetricInputError,

@@ -74,18 +74,10 @@ def sampling(*arguments: object) -> dict[str, Any]:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize(
-    ("tied", "in_process"),
-    [
-        pytest.param(False, True, id="untied, in process"),
-        pytest.param(True, True, id="tied, in process"),
-        pytest.param(True, False, id="tied, in its own process"),
-    ],
-)
-def test_an_engine_samples_with_exactly_the_weights_that_were_delivered(
-    tmp_path: Path, tied: bool, in_process: bool
-) -> None:
-    before, after = (tiny_checkpoint(tmp_path, shape="llama", seed=seed, tied=tied) for seed in (0, 1))
+@pytest.mark.parametrize("in_process", [True, False], ids=["in process", "in its own process"])
+def test_an_engine_samples_with_exactly_the_weights_that_were_delivered(tmp_path: Path, in_process: bool) -> None:
+    # Tied: the head is the tensor that a sync can miss.
+    before, after = (tiny_checkpoint(tmp_path, shape="llama", seed=seed, tied=True) for seed in (0, 1))
     found = sampling(before, after, in_process)
     assert found["moved"]
     # A tensor left out, a head that stays behind or a cached prefix of the old weights would each show here.

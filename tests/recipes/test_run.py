@@ -133,7 +133,6 @@ def test_minibatches_divergence_and_tracking_work_together(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("sent", "code", "in_process"),
     [
-        pytest.param(signal.SIGTERM, 143, "true", id="SIGTERM"),
         pytest.param(signal.SIGINT, 130, "true", id="Ctrl-C"),
         pytest.param(signal.SIGTERM, 143, "false", id="SIGTERM with an engine core in its own process"),
     ],

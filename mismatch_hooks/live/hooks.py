@@ -15,19 +15,19 @@ from mismatch_hooks.live.config import ConfigError, HooksConfig, check_config
 from mismatch_hooks.live.isolation import ErrorLedger, Fanout
 from mismatch_hooks.live.planning import make_plan
 from mismatch_hooks.live.registry import load_registry
-from mismatch_hooks.live.weights import WeightsWatch, combined_digest
+from mismatch_hooks.live.settings import with_digest, with_sampling
+from mismatch_hooks.live.weights import WeightsWatch
 from mismatch_hooks.pipeline.bind import RestoreError
 from mismatch_hooks.pipeline.compare import differing_settings, not_as_requested
 from mismatch_hooks.pipeline.guards import GuardInput, tripped
 from mismatch_hooks.pipeline.metrics import MetricState, measure, merge
 from mismatch_hooks.schema.backend import ScoringBackend
 from mismatch_hooks.schema.capture import RolloutSequence
-from mismatch_hooks.schema.enums import ModelFamily, NoiseFloor, Origin, PolicyRole, Source
+from mismatch_hooks.schema.enums import ModelFamily, NoiseFloor, Origin, PolicyRole
 from mismatch_hooks.schema.fingerprint import fingerprint
 from mismatch_hooks.schema.freeze import thaw
 from mismatch_hooks.schema.plan import Plan
-from mismatch_hooks.schema.readback import Readback, Reading
-from mismatch_hooks.schema.score import WeightsDigest
+from mismatch_hooks.schema.readback import Readback
 from mismatch_hooks.schema.shape import ModelShape
 from mismatch_hooks.schema.thresholds import fingerprint as thresholds_fingerprint
 from mismatch_hooks.schema.thresholds import threshold
@@ -112,7 +112,7 @@ class MismatchHooks:
         self._capture: StepCapture | None = None
         self._state: MetricState | None = None
         self._ablation_s = self._hook_s = self._hook_total_s = 0.0
-        self._closed = False
+        self._closed = self._sampling_shown = False
         self.last_step: dict[str, float] | None = None
 
         self._ledger = ErrorLedger()
@@ -200,6 +200,10 @@ class MismatchHooks:
                 self._emit("step", step, {"metrics": metrics, "host": host, "weights": self._weights.report()})
                 self._alert(step, metrics)
                 self.last_step = metrics
+            if not self._sampling_shown:
+                with self._ledger.guard("readback", step=step):
+                    self._report_readback(step, *self._read_back())
+                    self._sampling_shown = self._capture is not None
         with self._ledger.guard("overhead", step=step):
             self._report_overhead(step)
 
@@ -323,7 +327,7 @@ class MismatchHooks:
             epsilon_high=self._epsilon_high,
         )
         weights = self._weights.check_all()
-        rollout, training = (_with_digest(readback, weights[readback.role]) for readback in self._read_back())
+        rollout, training = (with_digest(readback, weights[readback.role]) for readback in self._read_back())
         self._report_readback(capture.step, rollout, training)
         guards = GuardInput(
             sequences=[
@@ -372,7 +376,10 @@ class MismatchHooks:
     # ---- what is said at start and end ----------------------------------------------------------------------------
 
     def _read_back(self) -> tuple[Readback, Readback]:
-        return self._engines[PolicyRole.ROLLOUT].read_back(), self._engines[PolicyRole.TRAINING].read_back()
+        rollout, training = (self._engines[role].read_back() for role in (PolicyRole.ROLLOUT, PolicyRole.TRAINING))
+        if self._capture is not None:
+            rollout = with_sampling(rollout, self._capture.sequences)
+        return rollout, training
 
     def _report_readback(self, step: int | None, rollout: Readback, training: Readback) -> None:
         differences = differing_settings(rollout, training)
@@ -404,12 +411,6 @@ class MismatchHooks:
                 "off": self._no_ablation,
             },
         }
-
-
-def _with_digest(readback: Readback, weights: WeightsDigest) -> Readback:
-    where = f"{len(weights.tensors)} live tensors, by content"
-    digest = Reading(effective=combined_digest(weights), source=Source.LIVE_MODULE, where=where)
-    return Readback(role=readback.role, settings={**readback.settings, "weights.digest": digest})
 
 
 class _Accounted:

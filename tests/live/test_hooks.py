@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mismatch_hooks import MismatchHooks, RolloutSequence
+from mismatch_hooks import MismatchHooks, RolloutSequence, SamplingSettings
 from mismatch_hooks.live.config import ConfigError
 from mismatch_hooks.model_meta.shapes import shape_from_config
 from mismatch_hooks.schema.enums import Choice, PolicyRole
@@ -343,6 +343,23 @@ def test_tensors_that_nobody_could_read_are_counted_apart_and_block_the_verdict(
     metrics = loop.events("step")[0]["metrics"]
     assert (metrics["weights_checked"], metrics["weights_unread"], metrics["weights_mismatched"]) == (0, 1, 0)
     assert "cannot be compared" in loop.verdict()["gates"]["pitfalls_clear"]["reason"]
+
+
+def test_the_sampling_settings_of_the_requests_are_read_back_once_there_are_requests(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, FakeEngine(ROLLOUT), FakeEngine(TRAINING), config={"ablate_every": 0})
+    settings = SamplingSettings(temperature=0.7, sources={"temperature": "generation config"})
+    sampled = [
+        RolloutSequence(prompt_token_ids=(1,), response_token_ids=(2,), rollout_logprobs=(-1.0,), sampling=one)
+        for one in (settings, settings)
+    ]
+    loop.hooks.capture_rollout(0, sampled)
+    loop.hooks.capture_training(0, torch.tensor([[-1.0], [-1.0]]), torch.ones(2, 1, dtype=torch.bool))
+    loop.hooks.end_step(0)
+    first, second = (event["settings"] for event in loop.events("readback"))
+    assert not any(key.startswith("rollout.sampling.") for key in first)
+    temperature = second["rollout.sampling.temperature"]["rollout"]
+    assert (temperature["effective"], temperature["source"]) == (0.7, "generation config")
+    assert second["rollout.sampling.top_p"]["rollout"]["effective"] == 1.0
 
 
 # ---- private ------------------------------------------------------------------------------------------------------

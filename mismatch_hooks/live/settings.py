@@ -12,6 +12,8 @@ from mismatch_hooks.schema.score import WeightsDigest
 
 _SAMPLING = tuple(one.name for one in fields(SamplingSettings) if one.name not in ("sources", "logprobs_mode"))
 
+_SOURCES = {"generation_config.json": Source.GENERATION_CONFIG, "class default": Source.CLASS_DEFAULT}
+
 
 def with_digest(readback: Readback, weights: WeightsDigest) -> Readback:
     """Return the readback with ``weights.digest``."""
@@ -40,5 +42,5 @@ def _sampling(name: str, sequences: Sequence[RolloutSequence]) -> Reading:
         counts[value] = counts.get(value, 0) + 1
     effective = next(iter(counts)) if len(counts) == 1 else {str(value): count for value, count in counts.items()}
     named = sequences[0].sampling.sources.get(name, "")
-    source = next((one for one in Source if one.value == named), Source.REQUESTED)
-    return Reading(effective=effective, source=source, where=f"{len(sequences)} requests of one step")
+    source = _SOURCES.get(named, Source.REQUESTED)
+    return Reading(effective=effective, source=source, where=named or f"{len(sequences)} requests of one step")

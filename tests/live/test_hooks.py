@@ -347,7 +347,7 @@ def test_tensors_that_nobody_could_read_are_counted_apart_and_block_the_verdict(
 
 def test_the_sampling_settings_of_the_requests_are_read_back_once_there_are_requests(tmp_path: Path) -> None:
     loop = Loop(tmp_path, FakeEngine(ROLLOUT), FakeEngine(TRAINING), config={"ablate_every": 0})
-    settings = SamplingSettings(temperature=0.7, sources={"temperature": "generation config"})
+    settings = SamplingSettings(temperature=0.7, sources={"temperature": "generation_config.json"})
     sampled = [
         RolloutSequence(prompt_token_ids=(1,), response_token_ids=(2,), rollout_logprobs=(-1.0,), sampling=one)
         for one in (settings, settings)

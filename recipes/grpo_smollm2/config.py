@@ -103,6 +103,7 @@ class Config(_Section):
     loop: str = "train.py"  # the file, next to the YAML, whose main() runs this configuration
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     steps: Count = 24
+    time_limit_s: NonNegative = 0.0  # seconds; no step begins that would end later, so a slow host does fewer. 0 = none
     model: Model
     task: Task
     sampling: Sampling = Sampling()

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from recipes.grpo_smollm2.config import Config
+from recipes.grpo_smollm2.cpu_bf16 import has_bf16_products, keep_fp32_copies
 
 # What a launcher leaves behind for the trainer's rank; an engine core in its own process would join that group.
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -37,6 +38,8 @@ class Rollout:
         _set_environment(in_process=self._in_process)
         from vllm import LLM
 
+        if self._in_process and config.model.dtype == "bfloat16" and not has_bf16_products():
+            keep_fp32_copies()
         sequences = config.task.prompts * config.task.samples
         with _without(_LAUNCHER):
             self.llm = LLM(

@@ -96,6 +96,11 @@ class Record:
         self.steps.append(dict(figures))
         self._write(completed=False, digests={"tokens": self.tokens.hexdigest()})
 
+    def would_end_late(self, elapsed_s: float, *, limit_s: float) -> bool:
+        """Whether one more step, as long as the longest so far, would end after ``limit_s`` seconds; 0 is no limit."""
+        longest = max((sum(figures["phases"].values()) for figures in self.steps), default=0.0)
+        return bool(limit_s and self.steps and elapsed_s + longest > limit_s)
+
     def finish(
         self, *, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], prompts: random.Random
     ) -> Summary:

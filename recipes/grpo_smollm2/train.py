@@ -11,6 +11,7 @@ What it leaves out: more than one rank, micro-batches, packing, checkpoints, asy
 
 import argparse
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
@@ -36,6 +37,7 @@ def main(raw: Mapping[str, object], *, out: Path) -> Summary:
         RecipeError: a key is wrong or something that the run needs is absent; nothing has started then.
         KeyboardInterrupt: Ctrl-C or SIGTERM; the hooks, W&B and the engines have been closed.
     """
+    started = time.monotonic()
     config = parse(raw)
     require_engines()
     check_hooks(config)
@@ -90,6 +92,9 @@ def main(raw: Mapping[str, object], *, out: Path) -> Summary:
         # ==========================================================================================================
 
         for step in range(config.steps):
+            if record.would_end_late(time.monotonic() - started, limit_s=config.time_limit_s):
+                show.say(f"time_limit_s {config.time_limit_s:g} is used up after {step} of {config.steps} steps")
+                break
             phases = Phases()
             if config.inject is not None and step == config.inject.step:
                 rollout.llm.collective_rpc("inject_rope_theta", args=(config.inject.factor,))

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from recipes.grpo_smollm2.config import Config
+from recipes.grpo_smollm2.cpu_bf16 import has_bf16_products, multiply_through_fp32
 from recipes.grpo_smollm2.errors import RecipeError
 from recipes.grpo_smollm2.grpo import Batch
 from recipes.grpo_smollm2.model_file import ModelShape, read_shape
@@ -33,6 +34,8 @@ class Trainer:
 
     def __init__(self, folder: Path, config: Config) -> None:
         start_megatron(seed=config.seed)
+        if not has_bf16_products():
+            multiply_through_fp32()
         self.shape = read_shape(folder)
         self._folder = folder
         self._dtype = getattr(torch, config.model.dtype)

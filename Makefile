@@ -12,6 +12,8 @@ PYTHON ?=
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 LOCK ?= requirements-cpu.txt
 PYTEST_ARGS ?=
+# Each has engines of its own; 0 runs all tests in one process, which a debugger needs.
+TEST_WORKERS ?= 2
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
@@ -159,7 +161,7 @@ lint: $(INSTALLED)
 
 test: lint browser signatures
 	@$(ON_PATH) WANDB_MODE="$${WANDB_MODE:-offline}"
-	exec python -m pytest $(PYTEST_ARGS)
+	exec python -m pytest -n $(TEST_WORKERS) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
 # Two threads gain a fifth here, and spin against nothing: the recipe asks OpenMP to wait passively.
 DEMO_THREADS ?= 2

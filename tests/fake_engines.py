@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mismatch_hooks.schema.enums import Choice, ExecutionPath, PolicyRole, RebindCost, SwitchStatus
+from mismatch_hooks.schema.enums import Choice, ExecutionPath, PolicyRole, RebindCost, SwitchStatus, Value
 from mismatch_hooks.schema.readback import Readback
 from mismatch_hooks.schema.score import (
     Binding,
@@ -65,6 +65,12 @@ class FakeEngine:
     def capabilities(self) -> Mapping[str, RebindCost]:
         return {"operator.rope.implementation": RebindCost.PER_REQUEST}
 
+    @property
+    def paths(self) -> tuple[ExecutionPath, ...]:
+        if self.side is PolicyRole.ROLLOUT:
+            return (ExecutionPath.ROLLOUT_FULL_PREFILL, ExecutionPath.ROLLOUT_DECODE)
+        return (ExecutionPath.TRAINING_FULL_PREFILL,)
+
     @contextmanager
     def bind(self, binding: Binding) -> Iterator[None]:
         self._maybe_fail("bind")
@@ -74,7 +80,7 @@ class FakeEngine:
         finally:
             self.bound = before
 
-    def logprobs(self, sequence: ScoringSequence, choice: Choice) -> list[float]:
+    def logprobs(self, sequence: ScoringSequence, choice: Value) -> list[float]:
         """What this side computes for one sequence: fp32 values, in floats."""
         ids = np.array(sequence.response_token_ids, dtype=np.float64)
         exact = -1.0 - np.abs(np.sin(ids))
@@ -86,7 +92,13 @@ class FakeEngine:
         values: list[float] = (exact + drift).astype(np.float32).tolist()
         return values
 
-    def score(self, sequences: Sequence[ScoringSequence], *, timeout_s: float | None = None) -> Score:
+    def score(
+        self,
+        sequences: Sequence[ScoringSequence],
+        *,
+        path: ExecutionPath | None = None,
+        timeout_s: float | None = None,
+    ) -> Score:
         self._maybe_fail("score")
         self.passes += 1
         binding = self.bound or Binding(role=self.side)
@@ -100,13 +112,8 @@ class FakeEngine:
         if asked is Choice.REFERENCE:
             observed = 0 if ran is Choice.NATIVE else 2
             calls = (CallCount(factor=FACTOR, site=_SITES[self.side], rank=0, expected=2, observed=observed),)
-        path = (
-            ExecutionPath.ROLLOUT_FULL_PREFILL
-            if self.side is PolicyRole.ROLLOUT
-            else ExecutionPath.TRAINING_FULL_PREFILL
-        )
         return Score(
-            path=path,
+            path=path or self.paths[0],
             binding=binding,
             shards=self.shards(LogprobShard(rank=0, world_size=1, slices=slices)),
             evidence=Evidence(forwards=(1,), calls=calls, switches=self.switch_states(binding)),

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mismatch_hooks.integrations.megatron import logprobs
+from mismatch_hooks.integrations.megatron.activations import TracedPass
 from mismatch_hooks.integrations.megatron.live_model import (
     gpt_model,
     outermost,
@@ -22,9 +23,22 @@ from mismatch_hooks.integrations.megatron.readback import model_readings
 from mismatch_hooks.integrations.megatron.readings import name_of
 from mismatch_hooks.integrations.megatron.untouched import untouched
 from mismatch_hooks.integrations.megatron.weights import digest, digests, live_tensors
+from mismatch_hooks.live.activation_recorder import token_digests, traced_tokens
+from mismatch_hooks.live.pass_arguments import Seen, call_counts, switch_states
 from mismatch_hooks.live.registry import load_registry
-from mismatch_hooks.pipeline.bind import BindingError, CallCounter, PatchSite, RestoreError, patched, read_switches
-from mismatch_hooks.schema.enums import ExecutionPath, PolicyRole, RebindCost, Source
+from mismatch_hooks.pipeline.bind import (
+    BindingError,
+    CallCounter,
+    PatchSite,
+    RestoreError,
+    Site,
+    held_now,
+    is_as_before,
+    patched,
+    read_switches,
+)
+from mismatch_hooks.schema.activation import ActivationCapture
+from mismatch_hooks.schema.enums import Choice, ExecutionPath, PolicyRole, RebindCost, Source, Value
 from mismatch_hooks.schema.readback import Readback, Reading, Unobservable
 from mismatch_hooks.schema.score import (
     Binding,
@@ -40,10 +54,11 @@ from mismatch_hooks.schema.shape import ModelShape
 
 TokenLogprobs = Callable[[Any, Tensor], Tensor]
 
-_ABSENT = object()
-_OPERATORS = ("attention", "rope", "norm", "activation", "linear", "embedding", "head")
-_CAPABILITIES = {
-    **{f"operator.{operator}.implementation": RebindCost.PER_REQUEST for operator in _OPERATORS},
+_MICRO_BATCH, _WRITE_BACK = "scoring.micro_batch", "scoring.write_back"
+# What the backend flips itself, an argument of each pass, and what only a new engine can change; the rest is adapters'.
+_OWN = {
+    _MICRO_BATCH: RebindCost.PER_REQUEST,
+    _WRITE_BACK: RebindCost.PER_REQUEST,
     "training.attention_backend": RebindCost.ENGINE_REBUILD,
     "model.dtype": RebindCost.ENGINE_REBUILD,
     "parallel.tensor": RebindCost.PROCESS_GROUP_REBUILD,
@@ -100,7 +115,7 @@ class MegatronBackend:
         self._counter = CallCounter()
         self._mutations = MutationCounter(self._model)
         self._binding: Binding | None = None
-        self._sites: dict[str, Sequence[PatchSite]] = {}
+        self._sites: dict[str, Sequence[Site]] = {}
         self._frequencies: Tensor | None = None
 
     @property
@@ -111,13 +126,19 @@ class MegatronBackend:
     @property
     def capabilities(self) -> Mapping[str, RebindCost]:
         """Operators are switched live, unless CUDA graphs replay what was captured; layouts need a rebuild."""
-        if getattr(self._model.config, "cuda_graph_impl", "none") == "none":
-            return dict(_CAPABILITIES)
-        return {path: max(cost, RebindCost.ENGINE_REBUILD) for path, cost in _CAPABILITIES.items()}
+        live = load_registry().live_switches(self.role)
+        if getattr(self._model.config, "cuda_graph_impl", "none") != "none":
+            live = dict.fromkeys(live, RebindCost.ENGINE_REBUILD)
+        return {**_OWN, **live}
+
+    @property
+    def paths(self) -> tuple[ExecutionPath, ...]:
+        """Full prefill; a trainer never decodes."""
+        return (ExecutionPath.TRAINING_FULL_PREFILL,)
 
     @contextmanager
     def bind(self, binding: Binding) -> Iterator[None]:
-        """Hold the references of ``binding`` in the live model for the length of the block, then prove it restored.
+        """Hold ``binding`` in the live model for the length of the block, then prove it restored.
 
         Raises:
             BindingError: a binding is in force already, names another role or an unknown factor, or does not fit the
@@ -128,20 +149,24 @@ class MegatronBackend:
             raise BindingError("a binding is in force on the training side; leave its block before entering another.")
         sites = self._find_sites(binding)
         every = [site for found in sites.values() for site in found]
-        before = [vars(site.owner).get(site.name, _ABSENT) for site in every]
+        before = [held_now(site) for site in every]
         try:
-            with patched([site for factor in binding.references for site in sites[factor]], self._counter):
+            with patched(_held(binding, sites), self._counter):
                 self._binding, self._sites = binding, sites
                 yield
         finally:
             self._binding, self._sites = None, {}
             for site, held in zip(every, before, strict=True):
-                if vars(site.owner).get(site.name, _ABSENT) is not held:
-                    raise RestoreError(
-                        f"{site.site}: {site.name} is not what it was before the binding; restart the run."
-                    )
+                if not is_as_before(site, held):
+                    raise RestoreError(f"{site.site} is not what it was before the binding; restart the run.")
 
-    def score(self, sequences: Sequence[ScoringSequence], *, timeout_s: float | None = None) -> Score:
+    def score(
+        self,
+        sequences: Sequence[ScoringSequence],
+        *,
+        path: ExecutionPath | None = None,
+        timeout_s: float | None = None,
+    ) -> Score:
         """Return the log-probs of the response tokens by full prefill, under the binding in force.
 
         The model scores in the mode that it is in; with dropout above 0 in training mode the values are random, which
@@ -149,27 +174,102 @@ class MegatronBackend:
 
         Args:
             sequences: scored in this order, ``micro_batch`` at a time, right-padded to the longest of each forward.
+            path: ``TRAINING_FULL_PREFILL``, or None, which is the same.
             timeout_s: checked between forwards.
 
         Raises:
-            ValueError: a token id is outside the model's vocabulary; names the sequence.
+            ValueError: another path; or a token id outside the model's vocabulary, with the sequence that holds it.
             ScoringTimeout: the time is over.
         """
+        if path is not None and path not in self.paths:
+            raise ValueError(f"path: got {path.name}; a training engine accepts TRAINING_FULL_PREFILL.")
         self._refuse_foreign_tokens(sequences)
         started = time.perf_counter()
         slices: list[ShardSlice] = []
         self._counter.reset()
-        with untouched(outermost(self._called)), ObservedPass(self._model) as observed:
-            for first in range(0, len(sequences), self._micro_batch):
+        binding = self._binding or Binding(role=self.role)
+        arguments = load_registry().pass_arguments(binding.choices)
+        held = _held(binding, self._sites)
+        rows = self._rows_per_forward(arguments, len(sequences))
+        write_back = arguments.get(_WRITE_BACK, ("", Choice.NATIVE))[1]
+        with (
+            untouched(outermost(self._called)),
+            ObservedPass(self._model, lambda: self._counter.see_forward(held)) as observed,
+        ):
+            for first in range(0, len(sequences), rows):
                 self._check_time(started, timeout_s, scored=first, of=len(sequences))
-                slices += self._score_together(sequences[first : first + self._micro_batch], first)
+                slices += self._score_together(sequences[first : first + rows], first, write_back)
         if observed.frequencies is not None:
             self._frequencies = observed.frequencies
-        return self._complete(slices, observed.forwards, time.perf_counter() - started)
+        asked = {path: value for path, (_, value) in arguments.items() if value is not Choice.NATIVE}
+        expected = -(-len(sequences) // rows)
+        seen = {
+            path: Seen(
+                value=value if observed.forwards == expected else None, expected=expected, observed=observed.forwards
+            )
+            for path, value in asked.items()
+        }
+        return self._complete(slices, observed.forwards, time.perf_counter() - started, arguments, seen)
+
+    def trace(
+        self,
+        sequences: Sequence[ScoringSequence],
+        *,
+        values_of: Sequence[str] = (),
+        timeout_s: float | None = None,
+    ) -> ActivationCapture:
+        """Return a digest of what each module gave for every token, by full prefill, under the binding in force.
+
+        The pass is the one that ``score`` makes. With tensor parallelism only points of which each rank holds whole rows
+        are recorded, and a loop's own ``token_logprobs`` must give the model the tokens as it got them.
+
+        Args:
+            sequences: prompts with their responses; one with an empty response takes no part.
+            values_of: points whose values are kept too, for this process only.
+            timeout_s: checked between forwards.
+
+        Raises:
+            ValueError: a token id outside the model's vocabulary, with the sequence that holds it.
+            ScoringTimeout: the time is over.
+        """
+        self._refuse_foreign_tokens(sequences)
+        started = time.perf_counter()
+        self._counter.reset()
+        binding = self._binding or Binding(role=self.role)
+        arguments = load_registry().pass_arguments(binding.choices)
+        held = _held(binding, self._sites)
+        rows = self._rows_per_forward(arguments, len(sequences))
+        words = None if self._shape is None else self._shape.vocab_size
+        traced = TracedPass(self._model, traced_tokens(sequences), values_of, vocab_size=words)
+        with (
+            untouched(outermost(self._called)),
+            ObservedPass(self._model, lambda: self._counter.see_forward(held)) as observed,
+            traced,
+        ):
+            for first in range(0, len(sequences), rows):
+                self._check_time(started, timeout_s, scored=first, of=len(sequences))
+                batch = sequences[first : first + rows]
+                traced.next_forward(first, len(batch))
+                self._score_together(batch, first, Choice.NATIVE)
+        modules, left_out = traced.finish()
+        seconds = time.perf_counter() - started
+        return ActivationCapture(
+            role=self.role,
+            binding=binding,
+            token_digests=token_digests(sequences),
+            modules=modules,
+            left_out=left_out,
+            evidence=self._complete([], observed.forwards, seconds, arguments, {}).evidence,
+            seconds=seconds,
+        )
 
     def switch_states(self, binding: Binding) -> tuple[SwitchState, ...]:
         """Return what the live model holds for each factor that ``binding`` names; binds and scores nothing."""
-        return read_switches(dict(binding.choices), self._find_sites(binding), rank=self._model.pg_collection.tp.rank())
+        rank, sites = self._model.pg_collection.tp.rank(), self._find_sites(binding)
+        arguments = load_registry().pass_arguments(binding.choices)
+        return read_switches({factor: binding.choices[factor] for factor in sites}, sites, rank=rank) + switch_states(
+            arguments, {}, rank=rank
+        )
 
     def read_back(self) -> Readback:
         """Return the effective settings; where the vocabulary is padded, one short forward tells what is masked."""
@@ -211,23 +311,22 @@ class MegatronBackend:
         """Return a count that grows when a weight was written since the last call; see ``MutationCounter``."""
         return self._mutations.count()
 
-    def _find_sites(self, binding: Binding) -> dict[str, Sequence[PatchSite]]:
+    def _find_sites(self, binding: Binding) -> dict[str, Sequence[Site]]:
         if binding.role is not self.role:
             raise BindingError(f"the binding is for {binding.role.value}; this engine is {self.role.value}.")
-        registry = load_registry()
-        unknown = [factor for factor in binding.choices if factor not in registry.factors]
-        if unknown:
-            raise BindingError(f"no factor {unknown[0]!r} is registered; known: {', '.join(registry.factors)}.")
-        sites = {
-            factor: registry.adapter(factor).sites(factor, self.role, self._model, binding.parameters.get(factor, {}))
-            for factor in binding.choices
-        }
+        sites = load_registry().sites(binding.choices, binding.parameters, self.role, self._model)
         for site in (site for found in sites.values() for site in found):
-            if not hasattr(site.owner, site.name):
+            if isinstance(site, PatchSite) and not hasattr(site.owner, site.name):
                 raise BindingError(
                     f"{site.site}: this megatron-core has no {site.name} there; the patch does not fit it."
                 )
         return sites
+
+    def _rows_per_forward(self, arguments: Mapping[str, tuple[str, Value]], sequences: int) -> int:
+        asked = arguments.get(_MICRO_BATCH, ("", Choice.NATIVE))[1]
+        if asked is Choice.NATIVE:
+            return self._micro_batch
+        return asked if isinstance(asked, int) else max(sequences, 1)
 
     def _refuse_foreign_tokens(self, sequences: Sequence[ScoringSequence]) -> None:
         words = self._model.vocab_size
@@ -250,7 +349,7 @@ class MegatronBackend:
                 f"{scored} of {of} sequences were scored in {timeout_s} s; allow more time or score fewer."
             )
 
-    def _score_together(self, sequences: Sequence[ScoringSequence], first: int) -> list[ShardSlice]:
+    def _score_together(self, sequences: Sequence[ScoringSequence], first: int, write_back: Value) -> list[ShardSlice]:
         rows = [sequence.prompt_token_ids + sequence.response_token_ids for sequence in sequences]
         width = max(len(row) for row in rows)
         if self._model.config.sequence_parallel:  # the sequence is cut into one equal part a rank
@@ -258,7 +357,12 @@ class MegatronBackend:
         input_ids = torch.zeros(len(rows), width, dtype=torch.long)
         for index, row in enumerate(rows):
             input_ids[index, : len(row)] = torch.tensor(row)
-        scores = self._token_logprobs(self._called, input_ids.to(next(self._model.parameters()).device))
+        input_ids = input_ids.to(next(self._model.parameters()).device)
+        if write_back is Choice.NATIVE:
+            scores = self._token_logprobs(self._called, input_ids)
+        else:
+            words = None if self._shape is None else self._shape.vocab_size
+            scores = logprobs.token_logprobs(self._called, input_ids, vocab_size=words, write_back=str(write_back))
         if tuple(scores.shape) != (len(rows), width - 1):
             raise ValueError(
                 f"token_logprobs returned {list(scores.shape)} for input_ids {[len(rows), width]}; accepts "
@@ -280,15 +384,23 @@ class MegatronBackend:
         words = None if self._shape is None else self._shape.vocab_size
         return logprobs.token_logprobs(model, input_ids, vocab_size=words)
 
-    def _complete(self, slices: list[ShardSlice], forwards: int, seconds: float) -> Score:
+    def _complete(
+        self,
+        slices: list[ShardSlice],
+        forwards: int,
+        seconds: float,
+        arguments: Mapping[str, tuple[str, Value]],
+        seen: Mapping[str, Seen],
+    ) -> Score:
         binding = self._binding or Binding(role=self.role)
         group, ranks = self._model.pg_collection.tp, self._sizes.tensor
         rank = group.rank()
-        reference = [site for factor in binding.references for site in self._sites[factor]]
+        bound = {factor: binding.choices[factor] for factor in self._sites}
         mine = (
             forwards,
-            self._counter.counts(reference, forwards=forwards, rank=rank),
-            read_switches(dict(binding.choices), self._sites, rank=rank),
+            self._counter.counts(_held(binding, self._sites), forwards=forwards, rank=rank)
+            + call_counts(arguments, seen, rank=rank),
+            read_switches(bound, self._sites, rank=rank) + switch_states(arguments, seen, rank=rank),
         )
         every: list[Any] = [mine]
         if ranks > 1:
@@ -330,3 +442,7 @@ class MegatronBackend:
             return Unobservable(reason=f"the head is sharded over {self._sizes.tensor} ranks")
         with untouched(outermost(self._called)):
             return normalised_columns(self._model, self._called, self._token_logprobs, self._shape.vocab_size)
+
+
+def _held(binding: Binding, sites: Mapping[str, Sequence[Site]]) -> list[Site]:
+    return [site for factor in binding.bound for site in sites.get(factor, ())]

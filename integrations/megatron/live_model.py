@@ -6,7 +6,9 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-TESTED = SpecifierSet(">=0.16.1,<0.17")
+from mismatch_hooks.live.supported import MEGATRON
+
+TESTED = SpecifierSet(MEGATRON.versions)
 
 
 class UnsupportedTrainerError(RuntimeError):

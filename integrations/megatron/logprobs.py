@@ -13,14 +13,18 @@ from mismatch_hooks.integrations.megatron.live_model import (
     parallel_sizes,
 )
 
+# Where fp32 values may be rounded to the model's dtype on their way from the logits to one log-prob; "fp32": nowhere.
+WRITE_BACK_POINTS = ("fp32", "logits", "log_softmax", "logprob")
 
-def token_logprobs(model: Any, input_ids: Tensor, *, vocab_size: int | None = None) -> Tensor:
+
+def token_logprobs(model: Any, input_ids: Tensor, *, vocab_size: int | None = None, write_back: str = "fp32") -> Tensor:
     """Return the log-prob of each next token under the present weights, normalised in fp32.
 
     Args:
         model: a ``GPTModel``, wrapped or not; tensor-parallel logits may stay sharded.
         input_ids: ``[batch, sequence]`` int64, right-padded: causal attention hides the padding from what counts.
         vocab_size: columns that are words; the padding beyond them is kept out of the log-sum-exp. None: all columns.
+        write_back: one of ``WRITE_BACK_POINTS``: the values that are stored in the model's dtype on the way.
 
     Returns:
         ``[batch, sequence − 1]`` fp32, nats, on the model's device; position p is token p + 1.
@@ -44,13 +48,25 @@ def token_logprobs(model: Any, input_ids: Tensor, *, vocab_size: int | None = No
     logits = outermost(model)(input_ids, positions, mask)[:, :-1]
     columns = vocab_size or inner.vocab_size
     pairs = zip(logits, input_ids[:, 1:], strict=True)  # row by row: the fp32 copy of all logits would be the big one
+    if write_back not in WRITE_BACK_POINTS:
+        raise ValueError(f"write_back: got {write_back!r}; accepts {', '.join(WRITE_BACK_POINTS)}.")
+    stored = next(inner.parameters()).dtype
+    if write_back == "logits":
+        logits = logits.to(stored)
     if logits.shape[-1] == inner.vocab_size:
-        return torch.stack([_whole(row[:, :columns], chosen) for row, chosen in pairs])
-    return torch.stack([_sharded(row, chosen, columns, inner.pg_collection.tp) for row, chosen in pairs])
+        stored_over_words = stored if write_back == "log_softmax" else torch.float32
+        scores = torch.stack([_whole(row[:, :columns], chosen, stored_over_words) for row, chosen in pairs])
+    elif write_back == "log_softmax":
+        raise UnsupportedTrainerError(
+            "write_back: got 'log_softmax' with sharded logits, whose log-softmax is never stored; accepts the others."
+        )
+    else:
+        scores = torch.stack([_sharded(row, chosen, columns, inner.pg_collection.tp) for row, chosen in pairs])
+    return scores.to(stored).float() if write_back == "logprob" else scores
 
 
-def _whole(logits: Tensor, chosen: Tensor) -> Tensor:
-    return logits.float().log_softmax(dim=-1).gather(-1, chosen[:, None])[:, 0]
+def _whole(logits: Tensor, chosen: Tensor, stored: torch.dtype) -> Tensor:
+    return logits.float().log_softmax(dim=-1).to(stored).gather(-1, chosen[:, None])[:, 0].float()
 
 
 def _sharded(logits: Tensor, chosen: Tensor, columns: int, group: Any) -> Tensor:

@@ -15,7 +15,7 @@ _TOKENS = 16
 
 
 class ObservedPass:
-    """Counts forwards of a ``GPTModel`` for the length of a block.
+    """Counts forwards of a ``GPTModel`` for the length of a block, and calls ``on_forward`` as each begins.
 
     Attributes:
         forwards: model forwards begun.
@@ -23,8 +23,9 @@ class ObservedPass:
             megatron-core caches tables by length, so a table may be older than ``inv_freq``.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, on_forward: Callable[[], None] = lambda: None) -> None:
         self.forwards = 0
+        self._on_forward = on_forward
         self.frequencies: Tensor | None = None
         self._model = model
         self._handles: list[Any] = []
@@ -42,6 +43,7 @@ class ObservedPass:
 
     def _count(self, module: Any, arguments: Any) -> None:
         self.forwards += 1
+        self._on_forward()
 
     def _keep_row(self, module: Any, arguments: Any, table: Any) -> None:
         # Context-parallel ranks hold a slice of the table, and Yarn returns a pair.

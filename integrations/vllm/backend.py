@@ -10,13 +10,17 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from mismatch_hooks.integrations.vllm import WORKER_EXTENSION, capture, readback
+from mismatch_hooks.integrations.vllm import FORCED_DECODE, WORKER_EXTENSION, activations, capture, readback
 from mismatch_hooks.integrations.vllm.random_streams import random_streams_untouched
-from mismatch_hooks.integrations.vllm.worker import WorkerExtension
+from mismatch_hooks.integrations.vllm.worker import WorkerExtension, as_value
+from mismatch_hooks.live.activation_recorder import token_digests, traced_tokens
+from mismatch_hooks.live.pass_arguments import Seen, call_counts, switch_states
 from mismatch_hooks.live.registry import load_registry
+from mismatch_hooks.live.supported import VLLM
 from mismatch_hooks.pipeline.bind import BindingError, RestoreError
+from mismatch_hooks.schema.activation import ActivationCapture
 from mismatch_hooks.schema.capture import RolloutSequence
-from mismatch_hooks.schema.enums import Choice, ExecutionPath, PolicyRole, RebindCost, Source, SwitchStatus
+from mismatch_hooks.schema.enums import Choice, ExecutionPath, PolicyRole, RebindCost, Source, SwitchStatus, Value
 from mismatch_hooks.schema.freeze import thaw
 from mismatch_hooks.schema.readback import Readback, Reading, Unobservable
 from mismatch_hooks.schema.score import (
@@ -31,9 +35,11 @@ from mismatch_hooks.schema.score import (
     WeightsDigest,
 )
 
-TESTED_VERSIONS = SpecifierSet(">=0.32,<0.33")
-# What only a new engine can change; a factor's own switch comes from its declaration.
-_REBUILD = {
+TESTED_VERSIONS = SpecifierSet(VLLM.versions)
+_BATCH_SIZE, _PATH = "scoring.batch_size", "scoring.path"
+# What the backend flips itself, an argument of each pass, and what only a new engine can change; the rest is adapters'.
+_OWN = {
+    _BATCH_SIZE: RebindCost.PER_REQUEST,
     "engine.compiled": RebindCost.ENGINE_REBUILD,
     "model.dtype": RebindCost.ENGINE_REBUILD,
     "model.head.dtype": RebindCost.ENGINE_REBUILD,
@@ -94,12 +100,8 @@ class VllmBackend:
     @property
     def capabilities(self) -> Mapping[str, RebindCost]:
         """Switch paths that this engine knows to the cost of flipping them; ``PER_REQUEST`` is live."""
-        declared = {
-            factor.switch.path: factor.switch.rebind_cost
-            for factor in load_registry().factors.values()
-            if self.role in factor.switch.roles
-        }
-        return {**_REBUILD, **declared}
+        decode = {_PATH: RebindCost.PER_REQUEST} if ExecutionPath.ROLLOUT_DECODE in self.paths else {}
+        return {**_OWN, **decode, **load_registry().live_switches(self.role)}
 
     @contextmanager
     def bind(self, binding: Binding) -> Iterator[None]:
@@ -124,39 +126,113 @@ class VllmBackend:
             if broken:
                 raise RestoreError(" ".join(broken))
 
-    def score(self, sequences: Sequence[ScoringSequence], *, timeout_s: float | None = None) -> Score:
-        """Return the log-probs of the given response tokens by prefill under the binding in force, with evidence.
+    @property
+    def paths(self) -> tuple[ExecutionPath, ...]:
+        """Prefill, and decode where the live sampler can be told the tokens and hands out raw log-probs."""
+        # Any, not all: of a pipeline only the last stage samples.
+        if self._logprobs_mode == "raw_logprobs" and any(
+            reply["installed"] for reply in self._call("mh_forced_decode")
+        ):
+            return (ExecutionPath.ROLLOUT_FULL_PREFILL, ExecutionPath.ROLLOUT_DECODE)
+        return (ExecutionPath.ROLLOUT_FULL_PREFILL,)
+
+    def score(
+        self,
+        sequences: Sequence[ScoringSequence],
+        *,
+        path: ExecutionPath | None = None,
+        timeout_s: float | None = None,
+    ) -> Score:
+        """Return the log-probs of the given response tokens under the binding in force, with evidence.
+
+        Decode serves the sequences as the loop's own requests would be: all admitted at once, prompts prefilled,
+        responses decoded token by token in one shrinking batch from the paged cache.
 
         No random stream moves, here or in a worker, and no cache block of the pass is ever served to another request.
 
         Args:
             sequences: prompts with the responses to score; an empty response takes no part in the pass.
+            path: one of ``paths``; None: what the binding in force says, or else prefill.
             timeout_s: seconds; looked at between engine steps, so a pass ends at most one step later.
 
         Returns:
             One complete shard (the engine gathers over its ranks); fp32 nats, NaN where the engine delivered nothing.
 
         Raises:
-            ScoringError: a sequence is too long, the engine returns logits, or requests of the loop are unfinished.
+            ScoringError: a path that this engine has not, a sequence that is too long or holds a token outside the
+                vocabulary, an engine that returns logits, or unfinished requests of the loop.
             ScoringTimeout: the pass was aborted.
         """
         started = time.perf_counter()
-        self._require_scorable(sequences)
+        binding = self._bindings[-1] if self._bindings else Binding(role=self.role)
+        arguments = load_registry().pass_arguments(binding.choices)
+        path = path or _path(arguments.get(_PATH, ("", Choice.NATIVE))[1])
+        self._require_path(path)
+        self._require_scorable(sequences, path)
+        batches = _batches(sequences, arguments.get(_BATCH_SIZE, ("", Choice.NATIVE))[1])
+        outputs: dict[int, Any] = {}
         with random_streams_untouched():
             try:
                 self._call("mh_begin_pass")
-                outputs = self._prefill(sequences, None if timeout_s is None else started + timeout_s)
+                for batch in batches:
+                    outputs |= self._serve(sequences, batch, path, None if timeout_s is None else started + timeout_s)
             finally:
                 passes = self._call("mh_end_pass")
         slices = tuple(
-            ShardSlice(sequence=index, start=0, logprobs=_response_logprobs(sequence, outputs.get(index)))
+            ShardSlice(sequence=index, start=0, logprobs=_response_logprobs(sequence, path, outputs.get(index)))
             for index, sequence in enumerate(sequences)
         )
         return Score(
-            path=ExecutionPath.ROLLOUT_FULL_PREFILL,
-            binding=self._bindings[-1] if self._bindings else Binding(role=self.role),
+            path=path,
+            binding=binding,
             shards=(LogprobShard(rank=0, world_size=1, slices=slices),),
-            evidence=_evidence(passes),
+            evidence=_evidence(passes, arguments, _forwards(sequences, batches, path), _seen(slices, path)),
+            seconds=time.perf_counter() - started,
+        )
+
+    def trace(
+        self,
+        sequences: Sequence[ScoringSequence],
+        *,
+        values_of: Sequence[str] = (),
+        timeout_s: float | None = None,
+    ) -> ActivationCapture:
+        """Return a digest of what each module gave for every token, by prefill, under the binding in force.
+
+        The pass is the one that ``score`` makes, with the same batches and the same promises. With tensor parallelism
+        only points of which each rank holds whole rows are recorded.
+
+        Args:
+            sequences: prompts with their responses; one with an empty response takes no part.
+            values_of: points whose values are kept too, for this process only.
+            timeout_s: seconds; looked at between engine steps.
+
+        Raises:
+            ScoringError: see ``score``.
+            ScoringTimeout: the pass was aborted.
+        """
+        started, path = time.perf_counter(), ExecutionPath.ROLLOUT_FULL_PREFILL
+        binding = self._bindings[-1] if self._bindings else Binding(role=self.role)
+        arguments = load_registry().pass_arguments(binding.choices)
+        self._require_scorable(sequences, path)
+        batches = _batches(sequences, arguments.get(_BATCH_SIZE, ("", Choice.NATIVE))[1])
+        with random_streams_untouched():
+            try:
+                self._call("mh_begin_pass")
+                self._call("mh_begin_trace", traced_tokens(sequences), list(values_of))
+                for batch in batches:
+                    self._serve(sequences, batch, path, None if timeout_s is None else started + timeout_s)
+            finally:
+                replies = self._call("mh_end_trace")
+                passes = self._call("mh_end_pass")
+        modules, left_out = activations.merged(replies)
+        return ActivationCapture(
+            role=self.role,
+            binding=binding,
+            token_digests=token_digests(sequences),
+            modules=modules,
+            left_out=left_out,
+            evidence=_evidence(passes, arguments, _forwards(sequences, batches, path), {}),
             seconds=time.perf_counter() - started,
         )
 
@@ -170,7 +246,9 @@ class VllmBackend:
         refused = {reply["refused"] for reply in replies} - {""}
         if refused:
             raise BindingError(" ".join(sorted(refused)))
-        return tuple(_switch(switch) for reply in replies for switch in reply["switches"])
+        arguments = load_registry().pass_arguments(binding.choices)
+        live = tuple(_switch(switch) for reply in replies for switch in reply["switches"])
+        return live + switch_states(arguments, {}, rank=0)
 
     def read_back(self) -> Readback:
         """Return the effective settings of every worker, merged, and those of the engine around them."""
@@ -271,19 +349,45 @@ class VllmBackend:
             ),
         }
 
-    def _require_scorable(self, sequences: Sequence[ScoringSequence]) -> None:
+    def _require_path(self, path: ExecutionPath) -> None:
+        if path is ExecutionPath.ROLLOUT_FULL_PREFILL or path in (paths := self.paths):
+            return
+        if path is ExecutionPath.TRAINING_FULL_PREFILL:
+            raise ScoringError(
+                f"path: got {path.name}; this rollout engine accepts {' or '.join(known.name for known in paths)}."
+            )
+        if self._logprobs_mode != "raw_logprobs":
+            raise ScoringError(
+                f"path: got ROLLOUT_DECODE, and logprobs_mode is {self._logprobs_mode!r}, which gives 0.0 for every "
+                "token that is forced; build the LLM with logprobs_mode='raw_logprobs'."
+            )
+        raise ScoringError(
+            "path: got ROLLOUT_DECODE, and no worker of this engine can be told the tokens; build it with LLM(…, "
+            f"logits_processors=[{FORCED_DECODE!r}]) and without speculative decoding."
+        )
+
+    def _require_scorable(self, sequences: Sequence[ScoringSequence], path: ExecutionPath) -> None:
         if self._logprobs_mode not in ("raw_logprobs", "processed_logprobs"):
             raise ScoringError(
                 f"logprobs_mode is {self._logprobs_mode!r}, so the engine scores in logits; build the LLM with "
                 "logprobs_mode='raw_logprobs'."
             )
-        limit = int(self._config.model_config.max_model_len)
+        model = self._config.model_config
+        words = int(model.get_vocab_size())
+        # A request has to sample at least one token: prefill throws one away, after all the given ones.
+        extra = 1 if path is ExecutionPath.ROLLOUT_FULL_PREFILL else 0
         for index, sequence in enumerate(sequences):
             tokens = len(sequence.prompt_token_ids) + len(sequence.response_token_ids)
-            if tokens >= limit:
+            if tokens + extra > int(model.max_model_len):
                 raise ScoringError(
-                    f"sequence {index} has {tokens} tokens; prefill scores at most {limit - 1}, one less than "
-                    f"max_model_len: build the LLM with max_model_len={tokens + 1} or more."
+                    f"sequence {index} has {tokens} tokens; {path.value} scores at most {model.max_model_len - extra}: "
+                    f"build the LLM with max_model_len={tokens + extra} or more."
+                )
+            foreign = max((*sequence.prompt_token_ids, *sequence.response_token_ids))
+            if foreign >= words:
+                raise ScoringError(
+                    f"sequence {index} holds token {foreign}; the vocabulary of this engine ends at {words - 1}: score "
+                    "what this engine sampled."
                 )
         if self._llm.llm_engine.has_unfinished_requests():
             raise ScoringError(
@@ -291,29 +395,20 @@ class VllmBackend:
                 "between rollouts."
             )
 
-    def _prefill(self, sequences: Sequence[ScoringSequence], deadline: float | None) -> dict[int, Any]:
-        from vllm import SamplingParams
+    def _serve(
+        self, sequences: Sequence[ScoringSequence], batch: Sequence[int], path: ExecutionPath, deadline: float | None
+    ) -> dict[int, Any]:
         from vllm.inputs import tokens_input
-        from vllm.sampling_params import RequestOutputKind
 
         engine, self._passes = self._llm.llm_engine, self._passes + 1
-        names = {f"mismatch_hooks-{self._passes}-{i}": i for i, seq in enumerate(sequences) if seq.response_token_ids}
+        names = {f"mismatch_hooks-{self._passes}-{index}": index for index in batch}
         admitted: list[str] = []
         finished: dict[int, Any] = {}
         try:
             for name, index in names.items():
-                sequence = sequences[index]
+                token_ids, params = _request(sequences[index], path)
                 # The salt keeps blocks written under a binding from ever matching a request of the loop.
-                prompt = tokens_input(
-                    [*sequence.prompt_token_ids, *sequence.response_token_ids], cache_salt=uuid.uuid4().hex
-                )
-                params = SamplingParams(
-                    prompt_logprobs=0,
-                    max_tokens=1,
-                    temperature=0.0,
-                    detokenize=False,
-                    output_kind=RequestOutputKind.FINAL_ONLY,
-                )
+                prompt = tokens_input(token_ids, cache_salt=uuid.uuid4().hex)
                 admitted.append(engine.add_request(name, prompt, params))
             while len(finished) < len(names):
                 if deadline is not None and time.perf_counter() > deadline:
@@ -352,7 +447,31 @@ def _is_ours(named: str) -> bool:
     return isinstance(found, type) and issubclass(found, WorkerExtension)
 
 
-def _response_logprobs(sequence: ScoringSequence, output: Any) -> tuple[float, ...]:
+def _request(sequence: ScoringSequence, path: ExecutionPath) -> tuple[list[int], Any]:
+    """The prompt and the sampling parameters with which the engine goes over a response along ``path``."""
+    if path is ExecutionPath.ROLLOUT_DECODE:
+        from mismatch_hooks.integrations.vllm.forced_decode import forced_params
+
+        return list(sequence.prompt_token_ids), forced_params(sequence.response_token_ids)
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(
+        prompt_logprobs=0,
+        max_tokens=1,
+        temperature=0.0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    return [*sequence.prompt_token_ids, *sequence.response_token_ids], params
+
+
+def _response_logprobs(sequence: ScoringSequence, path: ExecutionPath, output: Any) -> tuple[float, ...]:
+    if path is ExecutionPath.ROLLOUT_DECODE and output is not None:
+        from mismatch_hooks.integrations.vllm.forced_decode import forced_logprobs
+
+        decoded = forced_logprobs(sequence.response_token_ids, output.outputs[0])
+        return decoded + (math.nan,) * (len(sequence.response_token_ids) - len(decoded))
     if output is None or output.prompt_logprobs is None:
         return (math.nan,) * len(sequence.response_token_ids)
     start = len(sequence.prompt_token_ids)
@@ -367,12 +486,52 @@ def _plain(binding: Binding) -> dict[str, Any]:
     return {"choices": thaw(binding.choices), "parameters": thaw(binding.parameters)}
 
 
-def _evidence(passes: Sequence[Mapping[str, Any]]) -> Evidence:
+def _batches(sequences: Sequence[ScoringSequence], size: Value) -> list[list[int]]:
+    """The sequences that take part in a pass, cut into batches of which each is finished before the next begins."""
+    scored = [index for index, sequence in enumerate(sequences) if sequence.response_token_ids]
+    rows = size if isinstance(size, int) else max(len(scored), 1)
+    return [scored[first : first + rows] for first in range(0, len(scored), rows)]
+
+
+def _path(asked: Value) -> ExecutionPath:
+    return ExecutionPath.ROLLOUT_FULL_PREFILL if asked is Choice.NATIVE else ExecutionPath(asked)
+
+
+def _seen(slices: Sequence[ShardSlice], path: ExecutionPath) -> dict[str, Seen]:
+    """What a pass that decoded shows of its path: of how many tokens the engine decoded the very one."""
+    if path is ExecutionPath.ROLLOUT_FULL_PREFILL:
+        return {}
+    tokens = [math.isfinite(value) for piece in slices for value in piece.logprobs]
+    return {_PATH: Seen(value=path.value, expected=len(tokens), observed=sum(tokens))}
+
+
+def _forwards(sequences: Sequence[ScoringSequence], batches: Sequence[Sequence[int]], path: ExecutionPath) -> int:
+    """The model forwards of a pass of which the scheduler cuts up no batch."""
+    if path is ExecutionPath.ROLLOUT_FULL_PREFILL:
+        return len(batches)
+    return sum(max(len(sequences[index].response_token_ids) for index in batch) for batch in batches)
+
+
+def _evidence(
+    passes: Sequence[Mapping[str, Any]],
+    arguments: Mapping[str, tuple[str, Value]],
+    expected: int,
+    seen_by_all: Mapping[str, Seen],
+) -> Evidence:
     ranks = sorted(passes, key=lambda reply: int(reply["rank"]))
+    calls = [CallCount(**plain) for reply in ranks for plain in reply["calls"]]
+    switches = [_switch(plain) for reply in ranks for plain in reply["switches"]]
+    for rank, reply in enumerate(ranks):
+        seen = dict(seen_by_all)
+        if _BATCH_SIZE in arguments and arguments[_BATCH_SIZE][1] is not Choice.NATIVE:
+            # A batch that the scheduler cut up took more forwards, and then the batch size was not the one asked for.
+            forwards, asked = int(reply["forwards"]), arguments[_BATCH_SIZE][1]
+            value = asked if forwards == expected else None
+            seen[_BATCH_SIZE] = Seen(value=value, expected=expected, observed=forwards)
+        calls += call_counts(arguments, seen, rank=rank)
+        switches += switch_states(arguments, seen, rank=rank)
     return Evidence(
-        forwards=tuple(int(reply["forwards"]) for reply in ranks),
-        calls=tuple(CallCount(**plain) for reply in ranks for plain in reply["calls"]),
-        switches=tuple(_switch(plain) for reply in ranks for plain in reply["switches"]),
+        forwards=tuple(int(reply["forwards"]) for reply in ranks), calls=tuple(calls), switches=tuple(switches)
     )
 
 
@@ -381,8 +540,8 @@ def _switch(plain: Mapping[str, Any]) -> SwitchState:
     return SwitchState(
         factor=plain["factor"],
         rank=plain["rank"],
-        requested=Choice(plain["requested"]),
-        effective=None if effective is None else Choice(effective),
+        requested=as_value(plain["requested"]),
+        effective=None if effective is None else as_value(effective),
         status=SwitchStatus(plain["status"]),
         trace=tuple(plain["trace"]),
     )

@@ -11,11 +11,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mismatch_hooks.live.registry import load_registry
-from mismatch_hooks.pipeline.bind import BindingError, CallCounter, PatchSite, RestoreError, patched, read_switches
-from mismatch_hooks.schema.enums import Choice, PolicyRole
+from mismatch_hooks.pipeline.bind import (
+    BindingError,
+    CallCounter,
+    RestoreError,
+    Site,
+    held_now,
+    is_as_before,
+    patched,
+    read_switches,
+)
+from mismatch_hooks.schema.enums import Choice, PolicyRole, Value
 from mismatch_hooks.schema.freeze import thaw
 
-_ABSENT = object()
 Plain = dict[str, Any]
 _Mark = tuple[list[Callable[[], object]], int, bytes]
 
@@ -25,22 +33,22 @@ class _Bound:
     """One binding in force on this worker.
 
     Attributes:
-        choices: factor id to choice.
-        sites: factor id to every place its reference would replace.
-        before: what each replaced attribute's owner held itself, to prove the restoration by identity.
+        choices: factor id to choice or value.
+        sites: factor id to every place that it is bound at.
+        before: what each bound site held, to prove the restoration.
         stack: closing it restores.
         counter: calls of the bound implementations.
     """
 
-    choices: dict[str, Choice]
-    sites: dict[str, Sequence[PatchSite]]
-    before: list[tuple[PatchSite, Any]]
+    choices: dict[str, Value]
+    sites: dict[str, Sequence[Site]]
+    before: list[tuple[Site, Any]]
     stack: ExitStack = field(default_factory=ExitStack)
     counter: CallCounter = field(default_factory=CallCounter)
 
     @property
-    def replaced(self) -> list[PatchSite]:
-        """The sites that hold a reference."""
+    def held(self) -> list[Site]:
+        """The sites that are not native."""
         return [site for site, _ in self.before]
 
 
@@ -65,6 +73,7 @@ class _State:
 
     bindings: list[_Bound] = field(default_factory=list)
     running: _Pass | None = None
+    traced: Any = None
     writes: int = 0
     loaded: _Mark | None = None
 
@@ -100,7 +109,7 @@ class WorkerExtension:
         """Enter a binding above ``depth`` others; ``refused`` is empty, or the sentence that says why nothing changed.
 
         Args:
-            binding: ``{"choices": {factor: "native" | "reference"}, "parameters": {factor: {…}}}``.
+            binding: ``{"choices": {factor: "native" | "reference" | value}, "parameters": {factor: {…}}}``.
             depth: bindings that must be in force already.
         """
         state = self._mh_state()
@@ -131,6 +140,12 @@ class WorkerExtension:
         rank = int(self.rank)  # type: ignore[attr-defined]
         return self._mh_reply(refused="", switches=thaw(read_switches(choices, sites, rank=rank)))
 
+    def mh_forced_decode(self) -> Plain:
+        """Return whether this worker's live sampler holds the class that forces tokens."""
+        from mismatch_hooks.integrations.vllm.forced_decode import is_installed
+
+        return self._mh_reply(installed=is_installed(self.model_runner))  # type: ignore[attr-defined]
+
     def mh_begin_pass(self) -> Plain:
         """Start counting: model forwards, and calls of what is bound; hold the random streams."""
         from mismatch_hooks.integrations.vllm.random_streams import hold_random_streams
@@ -142,8 +157,12 @@ class WorkerExtension:
             state.bindings[-1].counter.reset()
         running = _Pass(put_back_streams=hold_random_streams())
 
+        bound = state.bindings[-1] if state.bindings else None
+
         def count(*_: object) -> None:
             running.forwards += 1
+            if bound is not None:
+                bound.counter.see_forward(bound.held)
 
         running.remove_hook = model.register_forward_pre_hook(count).remove
         state.running = running
@@ -162,9 +181,29 @@ class WorkerExtension:
         bound, rank = state.bindings[-1], int(self.rank)  # type: ignore[attr-defined]
         # A replayed CUDA graph shows no forward; it made one all the same, and expecting none would clear the factor.
         forwards = max(running.forwards, 1)
-        calls = bound.counter.counts(bound.replaced, forwards=forwards, rank=rank)
+        calls = bound.counter.counts(bound.held, forwards=forwards, rank=rank)
         switches = read_switches(bound.choices, bound.sites, rank=rank)
         return self._mh_reply(forwards=running.forwards, calls=thaw(calls), switches=thaw(switches))
+
+    def mh_begin_trace(self, sequences: list[list[int]], values_of: list[str]) -> Plain:
+        """Start digesting what each module gives for the tokens of our next requests.
+
+        Args:
+            sequences: token ids of each sequence, by the index in its request's name; empty ones take no part.
+            values_of: traced points whose values are returned as well.
+        """
+        from mismatch_hooks.integrations.vllm.activations import TracedPass
+
+        self.mh_end_trace()
+        runner = self.model_runner  # type: ignore[attr-defined]
+        self._mh_state().traced = TracedPass(self._mh_model(), runner, sequences, values_of)
+        return self._mh_reply()
+
+    def mh_end_trace(self) -> Plain:
+        """Stop digesting and return ``modules`` and ``left_out``, see ``TracedPass.finish``."""
+        state = self._mh_state()
+        traced, state.traced = state.traced, None
+        return self._mh_reply(**({"modules": [], "left_out": {}} if traced is None else traced.finish()))
 
     def _mh_reply(self, **content: Any) -> Plain:
         rank, parallel = self.rank, self.parallel_config  # type: ignore[attr-defined]
@@ -182,28 +221,21 @@ class WorkerExtension:
 
 def _bind(model: Any, binding: Mapping[str, Any]) -> _Bound:
     choices, sites = _find_sites(model, binding)
-    replaced = [site for factor, choice in choices.items() if choice is Choice.REFERENCE for site in sites[factor]]
-    bound = _Bound(choices=choices, sites=sites, before=[(site, _held(site)) for site in replaced])
-    bound.stack.enter_context(patched(replaced, bound.counter))
+    held = [site for factor, found in sites.items() if choices[factor] is not Choice.NATIVE for site in found]
+    bound = _Bound(choices=choices, sites=sites, before=[(site, held_now(site)) for site in held])
+    bound.stack.enter_context(patched(held, bound.counter))
     return bound
 
 
-def _find_sites(model: Any, binding: Mapping[str, Any]) -> tuple[dict[str, Choice], dict[str, Sequence[PatchSite]]]:
-    choices = {factor: Choice(choice) for factor, choice in binding["choices"].items()}
-    parameters = binding.get("parameters", {})
-    registry = load_registry()
-    unknown = sorted(set(choices) - set(registry.factors))
-    if unknown:
-        broken = "".join(f" {name} did not load: {why}." for name, why in registry.broken.items())
-        raise BindingError(
-            f"no factor {', '.join(unknown)} is registered in vLLM's worker; registered: "
-            f"{', '.join(registry.factors) or 'none'}.{broken}"
-        )
-    sites: dict[str, Sequence[PatchSite]] = {
-        factor: registry.adapter(factor).sites(factor, PolicyRole.ROLLOUT, model, parameters.get(factor, {}))
-        for factor in choices
-    }
-    return choices, sites
+def _find_sites(model: Any, binding: Mapping[str, Any]) -> tuple[dict[str, Value], dict[str, Sequence[Site]]]:
+    choices = {factor: as_value(value) for factor, value in binding["choices"].items()}
+    sites = load_registry().sites(choices, binding.get("parameters", {}), PolicyRole.ROLLOUT, model)
+    return {factor: choices[factor] for factor in sites}, sites
+
+
+def as_value(plain: Any) -> Value:
+    """Return a switch's value as a binding spells it, from plain data."""
+    return Choice(plain) if plain in (Choice.NATIVE.value, Choice.REFERENCE.value) else plain
 
 
 def _unbind(bound: _Bound) -> list[str]:
@@ -212,16 +244,12 @@ def _unbind(bound: _Bound) -> list[str]:
         bound.stack.close()
     except RestoreError as error:
         broken.append(str(error))
-    for site, before in bound.before:
-        if _held(site) is not before:
-            broken.append(
-                f"{site.site}: {type(site.owner).__name__}.{site.name} is not what it was before the binding."
-            )
+    broken += [
+        f"{site.site} is not what it was before the binding."
+        for site, before in bound.before
+        if not is_as_before(site, before)
+    ]
     return broken
-
-
-def _held(site: PatchSite) -> Any:
-    return vars(site.owner).get(site.name, _ABSENT)
 
 
 def _load_mark(model: Any) -> _Mark:

@@ -1,20 +1,40 @@
 """Run one planned ablation on the two live engines, and prove afterwards that both are as they were."""
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mismatch_hooks.live.registry import Registry
 from mismatch_hooks.pipeline.bind import BindingError, RestoreError
-from mismatch_hooks.pipeline.diagnose import Finding, blocked, diagnose_from_native
+from mismatch_hooks.pipeline.diagnose import (
+    Finding,
+    blocked,
+    diagnose_content,
+    diagnose_from_aligned,
+    diagnose_from_native,
+    diagnose_sweep,
+)
 from mismatch_hooks.pipeline.metrics import from_lists, measure
 from mismatch_hooks.pipeline.report import report
-from mismatch_hooks.pipeline.score import PassKey, read_arms, response_logprobs
-from mismatch_hooks.pipeline.verify import verify
+from mismatch_hooks.pipeline.score import ArmTokens, PassKey, read_arms, response_logprobs
+from mismatch_hooks.pipeline.verify import verify, verify_content
 from mismatch_hooks.schema.backend import ScoringBackend
-from mismatch_hooks.schema.enums import Choice, Diagnosis, ExecutionPath, GateName, NoiseFloor, PolicyRole
+from mismatch_hooks.schema.enums import (
+    Choice,
+    Diagnosis,
+    ExecutionPath,
+    Expansion,
+    GateName,
+    NoiseFloor,
+    Origin,
+    PolicyRole,
+    SettingChannel,
+    Value,
+)
+from mismatch_hooks.schema.factor import MismatchFactor
 from mismatch_hooks.schema.plan import Candidate, Plan
-from mismatch_hooks.schema.score import Binding, Score, ScoringSequence, SwitchState
+from mismatch_hooks.schema.score import Binding, Score, ScoringSequence, SwitchState, WeightsDigest
 from mismatch_hooks.schema.shape import ModelShape
 from mismatch_hooks.schema.verdict import ArmReading, Gate, Verdict
 
@@ -35,6 +55,8 @@ class CapturedBatch:
         training_logprobs: what the loop's own forward gave, likewise.
         epsilon_low: the loop's clip range.
         epsilon_high: the loop's clip range.
+        weights: what each side has loaded.
+        differing_since: the step since which some tensor is known to differ, or None.
     """
 
     sequences: Sequence[ScoringSequence]
@@ -42,6 +64,8 @@ class CapturedBatch:
     training_logprobs: Sequence[Sequence[float]]
     epsilon_low: float
     epsilon_high: float
+    weights: Mapping[PolicyRole, WeightsDigest]
+    differing_since: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -54,18 +78,22 @@ class AblationResult:
     """Everything one ablation found.
 
     Attributes:
-        verdicts: one per planned factor, in the order in which they ran.
+        verdicts: one per factor that was reached, in the order in which they ran.
+        not_reached: ids of the planned factors for which no time was left, in order.
         paths: comparisons that need no factor: ``cross_framework`` (training prefill against rollout prefill),
             ``decode_against_prefill`` (rollout prefill against what was returned while sampling), and
             ``training_rescore`` (the scoring forward against the loop's own forward); metric names to values.
         passes: scoring passes spent, the restoration proof included.
         seconds: wall time.
+        least_seconds: what the same would have taken for its slowest factor alone.
     """
 
     verdicts: tuple[Verdict, ...]
+    not_reached: tuple[str, ...]
     paths: Mapping[str, Mapping[str, float]]
     passes: int
     seconds: float
+    least_seconds: float
 
 
 def ablate(
@@ -79,30 +107,61 @@ def ablate(
     pitfalls: Sequence[str],
     fingerprint: str,
     timeout_s: float,
+    budget_s: float = math.inf,
 ) -> AblationResult:
-    """Score native once a role, each factor's reference once a role, and native once more.
+    """Score the origin once a role, what each factor adds to it, and the origin once more.
 
     The last two passes prove two things at once: that the engines are deterministic, and that they are restored.
 
+    Args:
+        plan: what to examine, in order, and the origin.
+        batch: what is re-scored.
+        engines: both sides.
+        registry: where the factors' adapters are.
+        shape: parameters of the references.
+        noise_floor: how noisy the run is.
+        pitfalls: sentences of the guards that were tripped.
+        fingerprint: of the execution.
+        timeout_s: seconds for one pass.
+        budget_s: seconds for all of it; a factor that could not be finished in time is not begun, the first excepted.
+
     Raises:
-        NotRestoredError: a native pass after the arms is not, to the bit, the native pass before them.
+        NotRestoredError: a pass after the arms is not, to the bit, the same pass before them.
         RestoreError: an attribute that was patched holds something that is not ours.
     """
     started = time.perf_counter()
     run = _Run(plan, batch, engines, registry, shape, timeout_s)
-    native = {role: run.score(role, {}) for role in _ROLES}
-    verdicts = []
+    verdicts: list[Verdict] = []
+    not_reached: list[str] = []
+    slowest = 0.0
+    before = {role: run.score(role, {}) for role in _ROLES}
     try:
         for case in plan.cases:
-            verdicts.append(_judge(case, run, native, noise_floor, pitfalls, fingerprint, plan))
+            begun = time.perf_counter()
+            if verdicts and begun - started + slowest > budget_s:
+                not_reached.append(case.factor.id)
+                continue
+            verdicts.append(_judge(case, run, before, noise_floor, pitfalls, fingerprint, plan.origin))
+            slowest = max(slowest, time.perf_counter() - begun)
     finally:
-        _prove_restored(run, native)
+        _prove_restored(run, before)
+    seconds = time.perf_counter() - started
     return AblationResult(
         verdicts=tuple(verdicts),
-        paths=_paths(native, batch),
+        not_reached=tuple(not_reached),
+        paths=_paths({role: watched.score for role, watched in before.items()}, batch),
         passes=run.passes,
-        seconds=time.perf_counter() - started,
+        seconds=seconds,
+        least_seconds=seconds - sum(verdict.seconds for verdict in verdicts) + slowest,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Watched:
+    """One pass, and what the other role's switches read while it was bound."""
+
+    score: Score
+    other_side: tuple[SwitchState, ...]
 
 
 class _Run:
@@ -121,72 +180,105 @@ class _Run:
         self.passes = 0
         self._engines = engines
         self._timeout_s = timeout_s
-        self._native = {case.factor.id: Choice.NATIVE for case in plan.cases}
+        self._factors = [case.factor for case in plan.cases if case.factor.expansion is not Expansion.CONTENT]
         self._parameters = {case.factor.id: _parameters(case, registry, shape) for case in plan.cases}
+        self._aligned = plan.origin is Origin.ALIGNED
 
-    def binding(self, role: PolicyRole, choices: Mapping[str, Choice]) -> Binding:
-        return Binding(role=role, choices={**self._native, **choices}, parameters=self._parameters)
+    def at_origin(self, factor: MismatchFactor) -> Value:
+        """What a factor is bound to while another one is examined."""
+        return Choice.REFERENCE if self._aligned and factor.references else Choice.NATIVE
 
-    def score(self, role: PolicyRole, choices: Mapping[str, Choice]) -> Score:
-        engine = self._engines[role]
-        with engine.bind(self.binding(role, choices)):
-            self.passes += 1
-            return engine.score(self.batch.sequences, timeout_s=self._timeout_s)
-
-    def score_and_watch(self, role: PolicyRole, factor: str) -> tuple[Score, tuple[SwitchState, ...]]:
-        """Score the reference on one role, and read the other role's switches while it is bound."""
+    def score(self, role: PolicyRole, choices: Mapping[str, Value]) -> _Watched:
+        """Score one role with every factor at the origin but for ``choices``, and look at the other role meanwhile."""
         other = PolicyRole.TRAINING if role is PolicyRole.ROLLOUT else PolicyRole.ROLLOUT
         engine = self._engines[role]
-        with engine.bind(self.binding(role, {factor: Choice.REFERENCE})):
+        with engine.bind(self._binding(role, {**self._at_origin(role), **choices})):
             self.passes += 1
             score = engine.score(self.batch.sequences, timeout_s=self._timeout_s)
-            return score, self._engines[other].switch_states(self.binding(other, {}))
+            native = self._binding(other, dict.fromkeys(self._at_origin(other), Choice.NATIVE))
+            return _Watched(score=score, other_side=self._engines[other].switch_states(native))
+
+    def _at_origin(self, role: PolicyRole) -> dict[str, Value]:
+        return {factor.id: self.at_origin(factor) for factor in self._factors if role in factor.switch.roles}
+
+    def _binding(self, role: PolicyRole, choices: Mapping[str, Value]) -> Binding:
+        return Binding(role=role, choices=choices, parameters={factor: self._parameters[factor] for factor in choices})
 
 
 def _parameters(case: Candidate, registry: Registry, shape: ModelShape) -> Mapping[str, object]:
-    assert case.reference is not None, "a planned case has a reference"
+    if case.factor.switch.channel is SettingChannel.SCORING_PASS or case.factor.expansion is Expansion.CONTENT:
+        return {}
     chosen = registry.adapter(case.factor.id).parameters(case.factor.id, shape)
-    return {**chosen, "implementation": case.reference.name}
+    return {**chosen, "implementation": case.reference.name} if case.reference else chosen
 
 
 def _judge(
     case: Candidate,
     run: _Run,
-    native: Mapping[PolicyRole, Score],
+    before: Mapping[PolicyRole, _Watched],
     noise_floor: NoiseFloor,
     pitfalls: Sequence[str],
     fingerprint: str,
-    plan: Plan,
+    origin: Origin,
 ) -> Verdict:
     started, passes_before = time.perf_counter(), run.passes
-    passes: dict[PassKey, Score] = {(role, Choice.NATIVE): native[role] for role in _ROLES}
-    other_side: dict[PolicyRole, tuple[SwitchState, ...]] = {}
+    batch, factor = run.batch, case.factor
     readings: tuple[ArmReading, ...] = ()
     try:
-        for role in _ROLES:
-            passes[role, Choice.REFERENCE], other_side[role] = run.score_and_watch(role, case.factor.id)
-        gates = verify(case.factor, passes, other_side, run.batch.sequences, pitfalls)
-        finding = blocked(gates)
-        if finding is None:
-            epsilons = {"epsilon_low": run.batch.epsilon_low, "epsilon_high": run.batch.epsilon_high}
-            arms, readings = read_arms(passes, run.batch.sequences, **epsilons)
-            finding = diagnose_from_native(arms, **epsilons)
+        if factor.expansion is Expansion.CONTENT:
+            rollout, training = (batch.weights[role] for role in _ROLES)
+            gates = verify_content(rollout, training)
+            finding = blocked(gates) or diagnose_content(rollout, training, differing_since=batch.differing_since)
+        else:
+            passes, other_side = _passes(factor, run, before)
+            gates = verify(factor, passes, other_side, batch.sequences, pitfalls)
+            read = blocked(gates)
+            if read is None:
+                epsilons = {"epsilon_low": batch.epsilon_low, "epsilon_high": batch.epsilon_high}
+                arms, readings = read_arms(factor, passes, batch.sequences, **epsilons)
+                read = _diagnose(factor, origin, arms, **epsilons)
+            finding = read
     except BindingError as refused:
         gates = _refused(str(refused))
         finding = Finding(diagnosis=Diagnosis.VARIANT_DID_NOT_APPLY, reason=str(refused))
     return report(
-        case.factor,
+        factor,
         finding,
         gates=gates,
         arms=readings,
-        origin=plan.origin,
+        origin=origin,
         noise_floor=noise_floor,
         path=ExecutionPath.ROLLOUT_FULL_PREFILL,
-        tokens=run.batch.tokens,
-        passes=2 + run.passes - passes_before,
+        tokens=batch.tokens,
+        passes=(2 if factor.passes else 0) + run.passes - passes_before,
         seconds=time.perf_counter() - started,
         fingerprint=fingerprint,
     )
+
+
+def _passes(
+    factor: MismatchFactor, run: _Run, before: Mapping[PolicyRole, _Watched]
+) -> tuple[dict[PassKey, Score], dict[PolicyRole, tuple[SwitchState, ...]]]:
+    """Score what the factor's arms need besides the origin, each once; the other role is looked at while one is off."""
+    watched = {
+        (role, run.at_origin(factor) if role in factor.switch.roles else Choice.NATIVE): before[role] for role in _ROLES
+    }
+    for bound in factor.arms.values():
+        for role, value in bound.items():
+            if (role, value) not in watched:
+                watched[role, value] = run.score(role, {factor.id: value})
+    other_side = {role: one.other_side for (role, value), one in watched.items() if value is not Choice.NATIVE}
+    return {key: one.score for key, one in watched.items()}, other_side
+
+
+def _diagnose(
+    factor: MismatchFactor, origin: Origin, arms: Mapping[str, ArmTokens], *, epsilon_low: float, epsilon_high: float
+) -> Finding:
+    if factor.expansion is Expansion.VALUE_SWEEP:
+        return diagnose_sweep(arms, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
+    if origin is Origin.ALIGNED:
+        return diagnose_from_aligned(arms)
+    return diagnose_from_native(arms, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
 
 
 def _refused(reason: str) -> tuple[Gate, ...]:
@@ -201,12 +293,12 @@ def _refused(reason: str) -> tuple[Gate, ...]:
     )
 
 
-def _prove_restored(run: _Run, before: Mapping[PolicyRole, Score]) -> None:
+def _prove_restored(run: _Run, before: Mapping[PolicyRole, _Watched]) -> None:
     for role in _ROLES:
         after = run.score(role, {})
-        if after.shards != before[role].shards:
+        if after.score.shards != before[role].score.shards:
             raise NotRestoredError(
-                f"the {role.value} engine's native log-probs after the arms differ from those before; either it is "
+                f"the {role.value} engine's log-probs after the arms differ from those before; either it is "
                 "not deterministic or a binding was left behind, so ablation is off for the rest of this run."
             )
 

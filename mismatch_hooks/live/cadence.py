@@ -1,5 +1,6 @@
 """When an ablation may run: every so many steps, or after an alert, and never above its share of wall time."""
 
+import math
 from dataclasses import dataclass
 
 
@@ -20,14 +21,14 @@ class Cadence:
     spent_s: float = 0.0
     requested: bool = False
     postponed: int = 0
-    _last_cost_s: float | None = None
+    _least_cost_s: float = 0.0
     _overdue: bool = False
 
     def decide(self, step: int, *, elapsed_s: float) -> bool:
         """Return whether to ablate now.
 
-        An ablation that is due and cannot be afforded yet stays due: the cadence stretches. The first one runs at its
-        step, whatever it costs, because nothing is known about its cost before.
+        An ablation that is due stays due until one factor of it can be afforded: the cadence stretches. The first one
+        runs at its step, because nothing is known about its cost before.
 
         Args:
             step: the loop's step; counted from 0.
@@ -38,16 +39,23 @@ class Cadence:
         due = self._overdue or self.requested or (step > 0 and step % self.every == 0)
         if not due:
             return False
-        if self._last_cost_s is not None and self.spent_s + self._last_cost_s > self.budget * (
-            elapsed_s + self._last_cost_s
-        ):
+        if self.spent_s + self._least_cost_s > self.budget * (elapsed_s + self._least_cost_s):
             self.postponed += 0 if self._overdue else 1
             self._overdue = True
             return False
         return True
 
-    def record(self, cost_s: float) -> None:
-        """Account for an ablation that ran."""
+    def allowance_s(self, *, elapsed_s: float) -> float:
+        """Return how long an ablation may take that begins now, seconds: what the budget has left by its end."""
+        return math.inf if self.budget >= 1 else (self.budget * elapsed_s - self.spent_s) / (1 - self.budget)
+
+    def record(self, cost_s: float, *, least_s: float) -> None:
+        """Account for an ablation that ran.
+
+        Args:
+            cost_s: what it took, seconds.
+            least_s: what one with a single factor would have taken, seconds.
+        """
         self.spent_s += cost_s
-        self._last_cost_s = cost_s
+        self._least_cost_s = least_s
         self._overdue = self.requested = False

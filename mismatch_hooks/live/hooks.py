@@ -110,6 +110,7 @@ class MismatchHooks:
             run_dir=str(run_dir),
         )
         self._capture: StepCapture | None = None
+        self._not_reached: tuple[str, ...] = ()
         self._state: MetricState | None = None
         self._ablation_s = self._hook_s = self._hook_total_s = 0.0
         self._closed = self._sampling_shown = False
@@ -181,7 +182,7 @@ class MismatchHooks:
                 )
                 self._state = state if self._state is None else merge([self._state, state])
                 with self._ledger.guard("weights_check", step=step):
-                    self._weights.check_some()
+                    self._weights.check_some(step)
             if guarded.error is None and complete and self._ablation_is_due(step):
                 self._ablate(step, self._current(step))
 
@@ -307,17 +308,23 @@ class MismatchHooks:
 
     def _ablate(self, step: int, capture: StepCapture) -> None:
         started = time.perf_counter()
+        result: AblationResult | None = None
         try:
             with self._ledger.guard("ablation", step=step) as guarded:
-                self._publish(step, self._run_ablation(capture))
+                result = self._run_ablation(capture)
+                self._not_reached = result.not_reached
+                self._plan = self._plan.starting_with(result.not_reached)
+                self._publish(step, result)
         finally:
             cost = time.perf_counter() - started
             self._ablation_s += cost
-            self._cadence.record(cost)
+            around = 0.0 if result is None else cost - result.seconds
+            self._cadence.record(cost, least_s=cost if result is None else around + result.least_seconds)
         if isinstance(guarded.error, NotRestoredError | RestoreError):
             self._no_ablation = str(guarded.error)
 
     def _run_ablation(self, capture: StepCapture) -> AblationResult:
+        weights = self._weights.check_all(capture.step)
         chosen, sequences = capture.sample(self._config.sample_sequences)
         batch = CapturedBatch(
             sequences=sequences,
@@ -325,8 +332,9 @@ class MismatchHooks:
             training_logprobs=[capture.training_row(index) for index in chosen],
             epsilon_low=self._epsilon_low,
             epsilon_high=self._epsilon_high,
+            weights=weights,
+            differing_since=self._weights.differing_since,
         )
-        weights = self._weights.check_all()
         rollout, training = (with_digest(readback, weights[readback.role]) for readback in self._read_back())
         self._report_readback(capture.step, rollout, training)
         guards = GuardInput(
@@ -360,6 +368,7 @@ class MismatchHooks:
                 }
             ),
             timeout_s=self._config.scoring_timeout,
+            budget_s=self._cadence.allowance_s(elapsed_s=time.perf_counter() - self._started),
         )
 
     def _publish(self, step: int, result: AblationResult) -> None:
@@ -370,7 +379,12 @@ class MismatchHooks:
             for arm in verdict.arms:
                 self._emit("arm", step, {**about, "arm": arm.arm, "metrics": arm.metrics})
             paths = {**result.paths} if verdict.arms else {}
-            total = {"paths": paths, "ablation_passes": result.passes, "ablation_seconds": result.seconds}
+            total = {
+                "paths": paths,
+                "ablation_passes": result.passes,
+                "ablation_seconds": result.seconds,
+                "not_reached": result.not_reached,
+            }
             self._emit("verdict", step, verdict_payload(verdict) | total)
 
     # ---- what is said at start and end ----------------------------------------------------------------------------
@@ -408,6 +422,7 @@ class MismatchHooks:
             "ablation": {
                 "seconds": self._cadence.spent_s,
                 "postponed": self._cadence.postponed,
+                "not_reached": self._not_reached,
                 "off": self._no_ablation,
             },
         }

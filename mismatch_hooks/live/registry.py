@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import pkgutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import entry_points
@@ -12,10 +12,10 @@ from types import ModuleType
 from typing import Any, Protocol, cast
 
 from mismatch_hooks.live.isolation import ErrorLedger
-from mismatch_hooks.pipeline.bind import PatchSite
-from mismatch_hooks.schema.enums import PolicyRole
+from mismatch_hooks.pipeline.bind import BindingError, Site
+from mismatch_hooks.schema.enums import PolicyRole, RebindCost, SettingChannel, Value
 from mismatch_hooks.schema.factor import MismatchFactor
-from mismatch_hooks.schema.freeze import FrozenMapping, SchemaError
+from mismatch_hooks.schema.freeze import FrozenMapping, SchemaError, thaw
 
 GROUP = "mismatch_hooks.operator_checks"
 _OURS = "mismatch_hooks.operator_checks"
@@ -28,12 +28,16 @@ class UnknownFactorError(ValueError):
 class Adapter(Protocol):
     """What ``operator_checks/<operator>/adapter.py`` offers."""
 
-    def sites(self, factor: str, role: PolicyRole, model: Any, parameters: Mapping[str, object]) -> Sequence[PatchSite]:
-        """Return every place in the live ``model`` of ``role`` that the factor's reference replaces; patch nothing."""
+    def sites(self, factor: str, role: PolicyRole, model: Any, parameters: Mapping[str, object]) -> Sequence[Site]:
+        """Return every place in the live ``model`` of ``role`` that the factor binds; change nothing.
+
+        ``parameters`` holds what ``parameters()`` returned, ``implementation`` (the name of the chosen reference) and
+        ``value`` (what the switch is to be set to, ``"native"`` included).
+        """
         ...
 
     def parameters(self, factor: str, shape: Any) -> Mapping[str, object]:
-        """Return the plain parameters of the reference for a model shape; one truth for both roles."""
+        """Return the plain parameters of what is bound for a model shape; one truth for both roles."""
         ...
 
 
@@ -80,6 +84,56 @@ class Registry:
         """Import and return the adapter of a factor's operator."""
         return cast(Adapter, importlib.import_module(self.adapters[factor]))
 
+    def live_switches(self, role: PolicyRole) -> dict[str, RebindCost]:
+        """Return the switch paths that adapters flip in the live process of ``role``."""
+        switches = (factor.switch for factor in self.factors.values())
+        return {
+            switch.path: switch.rebind_cost
+            for switch in switches
+            if role in switch.roles
+            and switch.channel is not SettingChannel.SCORING_PASS
+            and switch.rebind_cost is RebindCost.PER_REQUEST
+        }
+
+    def pass_arguments(self, choices: Mapping[str, Value]) -> dict[str, tuple[str, Value]]:
+        """Return what a binding sets for a scoring pass: switch path to the factor and its value, native included."""
+        switches = {factor: self.factors[factor].switch for factor in choices if factor in self.factors}
+        return {
+            switch.path: (factor, choices[factor])
+            for factor, switch in switches.items()
+            if switch.channel is SettingChannel.SCORING_PASS
+        }
+
+    def sites(
+        self,
+        choices: Mapping[str, Value],
+        parameters: Mapping[str, Mapping[str, object]],
+        role: PolicyRole,
+        model: Any,
+    ) -> dict[str, Sequence[Site]]:
+        """Return where each factor of a binding is bound in the live ``model`` of ``role``; change nothing.
+
+        Arguments of a scoring pass have no place in the model and are left out: the engine sets them.
+
+        Raises:
+            BindingError: a factor is not registered here, or does not fit the live model.
+        """
+        unknown = sorted(set(choices) - set(self.factors))
+        if unknown:
+            broken = "".join(f" {name} did not load: {why}." for name, why in self.broken.items())
+            raise BindingError(
+                f"no factor {', '.join(unknown)} is registered on the {role.value} side; registered: "
+                f"{', '.join(self.factors) or 'none'}.{broken}"
+            )
+        found: dict[str, Sequence[Site]] = {}
+        for factor, value in choices.items():
+            if self.factors[factor].switch.channel is SettingChannel.SCORING_PASS:
+                continue
+            given = {**parameters.get(factor, {}), "value": thaw(value)}
+            places = self.adapter(factor).sites(factor, role, model, given)
+            found[factor] = tuple(replace(site, value=value) for site in places)
+        return found
+
 
 @cache
 def load_registry() -> Registry:
@@ -121,8 +175,6 @@ def _refuse_taken(declared: Mapping[str, MismatchFactor], adapters: Mapping[str,
 
 
 def _declared(operator: str) -> dict[str, MismatchFactor]:
-    if importlib.util.find_spec(f"{operator}.adapter") is None:
-        raise SchemaError(f"{operator} has no adapter.py, so its factors cannot be bound; add one.")
     folder = importlib.import_module(f"{operator}.factors")
     found: dict[str, MismatchFactor] = {}
     for module in pkgutil.iter_modules(folder.__path__):
@@ -133,4 +185,7 @@ def _declared(operator: str) -> dict[str, MismatchFactor]:
                 f"'{operator.rsplit('.', 1)[-1]}.{module.name}'."
             )
         found[factor.id] = factor
+    needing = [factor.id for factor in found.values() if factor.needs_adapter]
+    if needing and importlib.util.find_spec(f"{operator}.adapter") is None:
+        raise SchemaError(f"{operator} has no adapter.py, so {', '.join(needing)} cannot be bound; add one.")
     return found

@@ -24,17 +24,22 @@ class WeightsWatch:
         self._groups.append(("model.embed_tokens.", "model.norm.", "lm_head."))
         self._next = 0
         self._checked = self._unread = 0
-        self._differing: set[str] = set()
+        self._differing: dict[str, int] = {}  # name to the step at which it was first seen to differ
         self._latest: Mapping[PolicyRole, WeightsDigest] = {}
 
-    def check_some(self) -> None:
+    @property
+    def differing_since(self) -> int | None:
+        """The step at which the first of the tensors that differ now was seen to differ; None when none does."""
+        return min(self._differing.values(), default=None)
+
+    def check_some(self, step: int) -> None:
         """Compare the tensors of the next layer, or those outside the layers."""
-        self._compare(self._groups[self._next])
+        self._compare(step, self._groups[self._next])
         self._next = (self._next + 1) % len(self._groups)
 
-    def check_all(self) -> Mapping[PolicyRole, WeightsDigest]:
+    def check_all(self, step: int) -> Mapping[PolicyRole, WeightsDigest]:
         """Compare every tensor, and return both digests."""
-        return self._compare(None)
+        return self._compare(step, None)
 
     def figures(self) -> dict[str, float]:
         """Return how many tensors were compared last, how many could not be, and how many are known to differ."""
@@ -52,7 +57,7 @@ class WeightsWatch:
         }
         return {"checked": self._checked, "differing": sorted(self._differing)[:_MOST_NAMES], **sides}
 
-    def _compare(self, prefixes: tuple[str, ...] | None) -> Mapping[PolicyRole, WeightsDigest]:
+    def _compare(self, step: int, prefixes: tuple[str, ...] | None) -> Mapping[PolicyRole, WeightsDigest]:
         digests = {role: engine.weights_digest(prefixes) for role, engine in self._engines.items()}
         ours, theirs = digests[PolicyRole.TRAINING].tensors, digests[PolicyRole.ROLLOUT].tensors
         names = set(ours) | set(theirs)
@@ -60,7 +65,8 @@ class WeightsWatch:
         unread = {name for name in names if any(_is_unread(side.get(name, "")) for side in (ours, theirs))}
         differing = {name for name in names - unread if ours.get(name) != theirs.get(name)}
         self._checked, self._unread = len(names - unread), len(unread)
-        self._differing = (self._differing - names) | differing
+        known = {name: since for name, since in self._differing.items() if name in differing or name not in names}
+        self._differing = dict.fromkeys(differing, step) | known
         self._latest = digests
         return digests
 

@@ -1,13 +1,13 @@
 """Hold implementations replaced in a live engine, count what ran, and put everything back."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType
 from typing import Any
 
-from mismatch_hooks.schema.enums import Choice, SwitchStatus
+from mismatch_hooks.schema.enums import Choice, SwitchStatus, Value
 from mismatch_hooks.schema.score import CallCount, SwitchState
 
 _ABSENT = object()
@@ -23,7 +23,7 @@ class RestoreError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PatchSite:
-    """One attribute of one live object that a factor's reference replaces.
+    """One callable attribute of one live object that a factor replaces.
 
     Attributes:
         factor: factor id.
@@ -32,6 +32,7 @@ class PatchSite:
         name: the attribute.
         build: from the implementation found there to the replacement; called at entry, once.
         calls_per_forward: how often one model forward calls the replacement here.
+        value: what the switch is set to while this is in place; given by whoever binds.
     """
 
     factor: str
@@ -40,11 +41,38 @@ class PatchSite:
     name: str
     build: Callable[[Callable[..., Any]], Callable[..., Any]]
     calls_per_forward: int
+    value: Value = Choice.REFERENCE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StateSite:
+    """One setting of the live process that a factor holds at another value: a flag, a mode, a field.
+
+    Nothing of ours runs in the engine, so what counts as one call is a model forward that found the value in place.
+
+    Attributes:
+        factor: factor id.
+        site: the call site as the factor declares it.
+        read: returns what is in effect now.
+        write: sets it.
+        held: what it is set to while bound, as ``read`` then returns it.
+        value: what the switch is set to meanwhile; given by whoever binds.
+    """
+
+    factor: str
+    site: str
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+    held: Any
+    value: Value = Choice.REFERENCE
+
+
+Site = PatchSite | StateSite
 
 
 @dataclass(slots=True)
 class CallCounter:
-    """Calls of each bound implementation since the last reset, counted by the implementation itself."""
+    """Calls of what is bound since the last reset, counted by the bound implementation itself."""
 
     _calls: dict[tuple[str, str], int] = field(default_factory=dict)
 
@@ -52,17 +80,24 @@ class CallCounter:
         """Start a pass at zero."""
         self._calls.clear()
 
-    def add(self, site: PatchSite) -> None:
+    def add(self, site: Site) -> None:
         """Count one call."""
         key = (site.factor, site.site)
         self._calls[key] = self._calls.get(key, 0) + 1
 
-    def counts(self, sites: Sequence[PatchSite], *, forwards: int, rank: int) -> tuple[CallCount, ...]:
+    def see_forward(self, sites: Sequence[Site]) -> None:
+        """Count every state that a model forward which begins now finds in place."""
+        for site in sites:
+            if isinstance(site, StateSite) and site.read() == site.held:
+                self.add(site)
+
+    def counts(self, sites: Sequence[Site], *, forwards: int, rank: int) -> tuple[CallCount, ...]:
         """Return one count per declared call site; several patched objects of one call site add up."""
         expected: dict[tuple[str, str], int] = {}
         for site in sites:
             key = (site.factor, site.site)
-            expected[key] = expected.get(key, 0) + site.calls_per_forward * forwards
+            once = 1 if isinstance(site, StateSite) else site.calls_per_forward
+            expected[key] = expected.get(key, 0) + once * forwards
         return tuple(
             CallCount(factor=factor, site=name, rank=rank, expected=calls, observed=self._calls.get((factor, name), 0))
             for (factor, name), calls in sorted(expected.items())
@@ -95,12 +130,17 @@ class _Replacement:
         self._counter.add(self.site)
         return self._reference(*args, **kwargs)
 
+    @property
+    def replaced(self) -> Any:
+        """What stood here before, a method's function unbound."""
+        return getattr(self._original, "__func__", self._original)
+
     def end(self) -> None:
         self._active = False
 
 
 @contextmanager
-def patched(sites: Sequence[PatchSite], counter: CallCounter) -> Iterator[None]:
+def patched(sites: Sequence[Site], counter: CallCounter) -> Iterator[None]:
     """Hold every site replaced for the length of the block; restore in reverse, whatever happens.
 
     Raises:
@@ -108,8 +148,33 @@ def patched(sites: Sequence[PatchSite], counter: CallCounter) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for site in sites:
-            stack.enter_context(_patched(site, counter))
+            stack.enter_context(_held(site) if isinstance(site, StateSite) else _patched(site, counter))
         yield
+
+
+def held_now(site: Site) -> Any:
+    """Return what a site holds at this moment, to be compared by identity or value before and after a binding."""
+    return site.read() if isinstance(site, StateSite) else vars(site.owner).get(site.name, _ABSENT)
+
+
+def is_as_before(site: Site, before: Any) -> bool:
+    """Return whether a site holds what ``held_now`` returned before."""
+    now = held_now(site)
+    return bool(now == before) if isinstance(site, StateSite) else now is before
+
+
+@contextmanager
+def _held(site: StateSite) -> Iterator[None]:
+    before = site.read()
+    site.write(site.held)
+    try:
+        yield
+    finally:
+        found = site.read()
+        if found != before:
+            if found != site.held:
+                raise RestoreError(f"{site.site} reads {found!r}, not the {site.held!r} that was bound; it is left so.")
+            site.write(before)
 
 
 @contextmanager
@@ -140,19 +205,19 @@ def _restore(site: PatchSite, own: Any, replacement: _Replacement) -> None:
 
 
 def read_switches(
-    requested: dict[str, Choice], sites: dict[str, Sequence[PatchSite]], *, rank: int
+    requested: Mapping[str, Value], sites: Mapping[str, Sequence[Site]], *, rank: int
 ) -> tuple[SwitchState, ...]:
     """Return what the live objects hold for each factor, whatever was asked for.
 
     Args:
-        requested: factor id to the choice in the binding.
-        sites: factor id to every place its reference would replace.
+        requested: factor id to the choice or value in the binding.
+        sites: factor id to every place that the value would be bound at.
         rank: the engine rank that reads.
     """
-    return tuple(_read_switch(factor, choice, sites[factor], rank) for factor, choice in sorted(requested.items()))
+    return tuple(_read_switch(factor, value, sites[factor], rank) for factor, value in sorted(requested.items()))
 
 
-def _read_switch(factor: str, requested: Choice, sites: Sequence[PatchSite], rank: int) -> SwitchState:
+def _read_switch(factor: str, requested: Value, sites: Sequence[Site], rank: int) -> SwitchState:
     if not sites:
         return SwitchState(
             factor=factor,
@@ -162,27 +227,40 @@ def _read_switch(factor: str, requested: Choice, sites: Sequence[PatchSite], ran
             status=SwitchStatus.UNSUPPORTED,
             trace=("the live model has no call site of this factor",),
         )
-    held = [_holds_reference(site) for site in sites]
+    found = [_value_at(site, requested) for site in sites]
     trace = tuple(
-        f"{site.site}: {_name(site.owner)}.{site.name} holds {'the reference' if is_ours else 'native'}"
-        for site, is_ours in zip(sites, held, strict=True)
-        if is_ours is not (requested is Choice.REFERENCE)
+        f"{_where(site)} holds {_words(value)}" for site, value in zip(sites, found, strict=True) if value != requested
     )
-    if all(held) or not any(held):
-        effective = Choice.REFERENCE if all(held) else Choice.NATIVE
-        status = SwitchStatus.APPLIED if effective is requested else SwitchStatus.FELL_BACK
-        return SwitchState(
-            factor=factor, rank=rank, requested=requested, effective=effective, status=status, trace=trace[:8]
-        )
+    effective = found[0] if all(value == found[0] for value in found) else None
+    status = SwitchStatus.APPLIED if effective == requested and effective is not None else SwitchStatus.FELL_BACK
     return SwitchState(
-        factor=factor, rank=rank, requested=requested, effective=None, status=SwitchStatus.FELL_BACK, trace=trace[:8]
+        factor=factor, rank=rank, requested=requested, effective=effective, status=status, trace=trace[:8]
     )
+
+
+def _value_at(site: Site, requested: Value) -> Value | None:
+    if isinstance(site, StateSite):
+        # A state that happens to be what another value would hold is native all the same where native is asked for.
+        if requested is Choice.NATIVE:
+            return Choice.NATIVE
+        return site.value if site.read() == site.held else None
+    found = vars(site.owner).get(site.name, _ABSENT)
+    while isinstance(found, _Replacement):  # two factors may share an attribute; the later one stands before the other
+        if found.site.factor == site.factor:
+            return found.site.value
+        found = found.replaced
+    return Choice.NATIVE
+
+
+def _where(site: Site) -> str:
+    return site.site if isinstance(site, StateSite) else f"{site.site}: {_name(site.owner)}.{site.name}"
+
+
+def _words(value: Value | None) -> str:
+    if isinstance(value, Choice):
+        return "the reference" if value is Choice.REFERENCE else "native"
+    return "another value" if value is None else repr(value)
 
 
 def _name(owner: Any) -> str:
     return str(getattr(owner, "__name__", type(owner).__name__))
-
-
-def _holds_reference(site: PatchSite) -> bool:
-    found = vars(site.owner).get(site.name, _ABSENT)
-    return isinstance(found, _Replacement) and found.site.factor == site.factor

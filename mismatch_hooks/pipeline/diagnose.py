@@ -1,13 +1,15 @@
-"""Read the four arms of one factor, gates first, so that no unmeasured arm is ever read."""
+"""Read the arms of one factor, gates first, so that no unmeasured arm is ever read."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mismatch_hooks.pipeline.score import ArmTokens
 from mismatch_hooks.pipeline.statistics import LEVEL, RELEVANT_SHARE, paired_effect
 from mismatch_hooks.schema.enums import Arm, Diagnosis, GateName
+from mismatch_hooks.schema.factor import BASELINE
+from mismatch_hooks.schema.score import WeightsDigest
 from mismatch_hooks.schema.verdict import Gate, PairedEffect
 
 
@@ -44,7 +46,7 @@ def blocked(gates: Sequence[Gate]) -> Finding | None:
     return Finding(diagnosis=diagnosis, reason=" ".join(gate.reason for gate in failed))
 
 
-def diagnose_from_native(arms: Mapping[Arm, ArmTokens], *, epsilon_low: float, epsilon_high: float) -> Finding:
+def diagnose_from_native(arms: Mapping[str, ArmTokens], *, epsilon_low: float, epsilon_high: float) -> Finding:
     """Read four arms at a noisy floor: every other operator is native, so a swap also re-draws their rounding.
 
     NOT_THIS_FACTOR is said only when the reference changes no bit on either side, or when nothing differs natively.
@@ -53,33 +55,21 @@ def diagnose_from_native(arms: Mapping[Arm, ArmTokens], *, epsilon_low: float, e
 
     Callers pass gates through ``blocked`` first.
     """
+    unreadable = _unreadable(arms, native=Arm.BOTH_NATIVE)
+    if unreadable is not None:
+        return unreadable
     native = arms[Arm.BOTH_NATIVE]
     tokens = native.training.size
-    if tokens == 0:
-        return Finding(
-            diagnosis=Diagnosis.INSUFFICIENT_EVIDENCE, reason="No active token was scored; nothing was measured."
-        )
-    for arm, values in arms.items():
-        missing = int((~np.isfinite(values.dlogp)).sum())
-        if missing and arm is Arm.BOTH_NATIVE:
-            reason = f"{missing} of {tokens} tokens have a log-prob that is NaN or infinite in both_native."
-            return Finding(diagnosis=Diagnosis.INSUFFICIENT_EVIDENCE, reason=reason)
-        if missing:
-            reason = (
-                f"The reference gives {missing} of {tokens} tokens a log-prob that is NaN or infinite ({arm.value})."
-            )
-            return Finding(diagnosis=Diagnosis.REFERENCE_ITSELF_IS_BROKEN, reason=reason)
-    effects = tuple(
-        paired_effect(arm, arms[arm], native, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
-        for arm in Arm
-        if arm is not Arm.BOTH_NATIVE
-    )
+    effects = _effects(arms, native=Arm.BOTH_NATIVE, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
     if not np.any(native.dlogp):
         reason = f"All {tokens} tokens are equal to the bit natively; there is no mismatch to attribute."
         return Finding(diagnosis=Diagnosis.NOT_THIS_FACTOR, reason=reason, effects=effects)
     if not any(effect.bits_changed for effect in effects):
         reason = f"The reference changes no bit of any of {tokens} tokens on either side."
         return Finding(diagnosis=Diagnosis.NOT_THIS_FACTOR, reason=reason, effects=effects)
+    if not np.any(arms[Arm.BOTH_REFERENCE].dlogp):
+        # Nothing but this factor differs, so the floor is bitwise from here too, and equality needs no statistics.
+        return replace(diagnose_from_aligned(arms), effects=effects)
     mismatch = float(np.abs(native.dlogp).mean())
     by_arm = {effect.arm: effect for effect in effects}
     lowers = (
@@ -90,13 +80,149 @@ def diagnose_from_native(arms: Mapping[Arm, ArmTokens], *, epsilon_low: float, e
     return Finding(diagnosis=_FROM_NATIVE[lowers], reason=_explain(lowers, by_arm, mismatch), effects=effects)
 
 
+_MOST_NAMES = 6
+
+# (rollout is native, training is native) lies above the floor where both_native does, from the ALIGNED origin.
+_FROM_ALIGNED = {
+    (True, False): Diagnosis.CAUSED_BY_ROLLOUT_SIDE,
+    (False, True): Diagnosis.CAUSED_BY_TRAINING_SIDE,
+    (True, True): Diagnosis.CAUSED_BY_BOTH_SIDES,
+    # Each side alone equals the reference to the bit, so both together must: the measurement is broken.
+    (False, False): Diagnosis.INSUFFICIENT_EVIDENCE,
+}
+
+
+def diagnose_from_aligned(arms: Mapping[str, ArmTokens]) -> Finding:
+    """Read four arms at a bitwise floor: every other operator is on its reference, so nothing but this factor differs.
+
+    The floor is equality of every token; no statistics are needed. ``both_reference`` must sit on it.
+
+    Callers pass gates through ``blocked`` first.
+    """
+    unreadable = _unreadable(arms, native=Arm.BOTH_NATIVE)
+    if unreadable is not None:
+        return unreadable
+    above = {arm: int(np.count_nonzero(values.dlogp)) for arm, values in arms.items()}
+    tokens = arms[Arm.BOTH_NATIVE].training.size
+    if above[Arm.BOTH_REFERENCE]:
+        reason = (
+            f"With every reference on both sides {above[Arm.BOTH_REFERENCE]} of {tokens} tokens differ: the reference, "
+            "or something that no factor covers, is not the same on the two sides."
+        )
+        return Finding(diagnosis=Diagnosis.REFERENCE_ITSELF_IS_BROKEN, reason=reason)
+    if not above[Arm.BOTH_NATIVE]:
+        reason = (
+            f"With this factor native on both sides all {tokens} tokens are equal to the bit: the same input gives the "
+            "same bits, so it is no source, though it may amplify what others cause."
+        )
+        return Finding(diagnosis=Diagnosis.NOT_THIS_FACTOR, reason=reason)
+    rollout, training = Arm.TRAINING_REFERENCE_ONLY, Arm.ROLLOUT_REFERENCE_ONLY  # the side that is native in each
+    return Finding(
+        diagnosis=_FROM_ALIGNED[above[rollout] > 0, above[training] > 0],
+        reason=f"From a floor of 0: rollout native alone {_departs(arms[rollout])}; training native alone "
+        f"{_departs(arms[training])}; both native {_departs(arms[Arm.BOTH_NATIVE])}.",
+    )
+
+
+def _departs(values: ArmTokens) -> str:
+    differing = int(np.count_nonzero(values.dlogp))
+    if not differing:
+        return "changes no bit"
+    mean = float(np.abs(values.dlogp).mean())
+    return f"moves {differing} of {values.training.size} tokens (mean |dlogp| {mean:.4f})"
+
+
+def diagnose_sweep(arms: Mapping[str, ArmTokens], *, epsilon_low: float, epsilon_high: float) -> Finding:
+    """Rank the values of a sweep by what they do to the mismatch; a sweep has no reference and accuses nobody.
+
+    NOT_THIS_FACTOR is said when no value changes a bit. Otherwise the answer is INSUFFICIENT_EVIDENCE, with every
+    value's effect and interval, the largest reduction first.
+
+    Callers pass gates through ``blocked`` first.
+    """
+    unreadable = _unreadable(arms, native=BASELINE)
+    if unreadable is not None:
+        return unreadable
+    effects = _effects(arms, native=BASELINE, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
+    tokens = arms[BASELINE].training.size
+    if not any(effect.bits_changed for effect in effects):
+        named = ", ".join(effect.arm for effect in effects)
+        reason = f"No value ({named}) changes a bit of any of {tokens} tokens."
+        return Finding(diagnosis=Diagnosis.NOT_THIS_FACTOR, reason=reason, effects=effects)
+    ranked = sorted(effects, key=lambda effect: effect.dlogp_change)
+    mismatch = float(np.abs(arms[BASELINE].dlogp).mean())
+    said = "; ".join(
+        f"{effect.arm} changes {effect.bits_changed} of {tokens} tokens, {_change(effect, mismatch)}"
+        for effect in ranked
+    )
+    return Finding(
+        diagnosis=Diagnosis.INSUFFICIENT_EVIDENCE,
+        reason=f"A sweep measures and cannot attribute. {said}.",
+        effects=tuple(ranked),
+    )
+
+
+def diagnose_content(rollout: WeightsDigest, training: WeightsDigest, *, differing_since: int | None) -> Finding:
+    """Compare what is loaded on both sides; the trainer's tensors are what a sync should have delivered.
+
+    Callers pass gates through ``blocked`` first: an unreadable tensor is neither equal nor different.
+
+    Args:
+        rollout: digests of the rollout side.
+        training: digests of the trainer.
+        differing_since: the step at which the first of the differing tensors was seen to differ, if it is known.
+    """
+    ours, theirs = training.tensors, rollout.tensors
+    names = [*ours, *(name for name in theirs if name not in ours)]
+    differing = [name for name in names if ours.get(name) != theirs.get(name)]
+    if not differing:
+        reason = f"All {len(names)} tensors hold the same bits on both sides."
+        return Finding(diagnosis=Diagnosis.NOT_THIS_FACTOR, reason=reason)
+    since = "" if differing_since is None else f", since step {differing_since} at the latest"
+    shown = ", ".join(differing[:_MOST_NAMES]) + (", …" if len(differing) > _MOST_NAMES else "")
+    how = "none of them was" if len(differing) == len(names) else f"{len(differing)} of {len(names)} tensors were not"
+    return Finding(
+        diagnosis=Diagnosis.CAUSED_BY_ROLLOUT_SIDE,
+        reason=f"The rollout side does not hold the trainer's weights: {how} updated as the trainer has them{since} "
+        f"({shown}).",
+    )
+
+
+def _unreadable(arms: Mapping[str, ArmTokens], *, native: str) -> Finding | None:
+    """What is said where there is nothing to compare, or a log-prob that is no number."""
+    tokens = arms[native].training.size
+    if tokens == 0:
+        return Finding(
+            diagnosis=Diagnosis.INSUFFICIENT_EVIDENCE, reason="No active token was scored; nothing was measured."
+        )
+    for arm, values in arms.items():
+        missing = int((~np.isfinite(values.dlogp)).sum())
+        if missing and arm == native:
+            reason = f"{missing} of {tokens} tokens have a log-prob that is NaN or infinite in {arm}."
+            return Finding(diagnosis=Diagnosis.INSUFFICIENT_EVIDENCE, reason=reason)
+        if missing:
+            reason = f"What is bound gives {missing} of {tokens} tokens a log-prob that is NaN or infinite ({arm})."
+            return Finding(diagnosis=Diagnosis.REFERENCE_ITSELF_IS_BROKEN, reason=reason)
+    return None
+
+
+def _effects(
+    arms: Mapping[str, ArmTokens], *, native: str, epsilon_low: float, epsilon_high: float
+) -> tuple[PairedEffect, ...]:
+    return tuple(
+        paired_effect(arm, values, arms[native], epsilon_low=epsilon_low, epsilon_high=epsilon_high)
+        for arm, values in arms.items()
+        if arm != native
+    )
+
+
 def _lowers(effect: PairedEffect, mismatch: float) -> bool:
     fewer_clipped = effect.clip_clustered_p_value <= LEVEL and effect.clip_events_removed > effect.clip_events_added
     smaller = effect.p_value <= LEVEL and effect.dlogp_change <= -RELEVANT_SHARE * mismatch
     return fewer_clipped or smaller
 
 
-def _explain(lowers: tuple[bool, bool, bool], effects: Mapping[Arm, PairedEffect], mismatch: float) -> str:
+def _explain(lowers: tuple[bool, bool, bool], effects: Mapping[str, PairedEffect], mismatch: float) -> str:
     rollout, training, both = (
         _change(effects[arm], mismatch)
         for arm in (Arm.ROLLOUT_REFERENCE_ONLY, Arm.TRAINING_REFERENCE_ONLY, Arm.BOTH_REFERENCE)
@@ -129,7 +255,7 @@ def _change(effect: PairedEffect, mismatch: float) -> str:
     )
 
 
-def _unresolved(effects: Mapping[Arm, PairedEffect], mismatch: float) -> str:
+def _unresolved(effects: Mapping[str, PairedEffect], mismatch: float) -> str:
     effect = max(effects.values(), key=lambda effect: effect.resolvable)
     reason = (
         f"Nothing is resolved: mean |dlogp| is {mismatch:.4f}, and {effect.tokens} tokens of {effect.sequences} "

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from mismatch_hooks.schema.enums import PlanOutcome, RebindCost
+from mismatch_hooks.schema.enums import Expansion, PlanOutcome, RebindCost
 from mismatch_hooks.schema.factor import MismatchFactor, Prerequisites, ReferenceImplementation
 from mismatch_hooks.schema.plan import Candidate, Surroundings
 
@@ -19,6 +19,8 @@ def _discover(factor: MismatchFactor, surroundings: Surroundings) -> Candidate:
     unmet = unmet_prerequisites(factor.prerequisites, surroundings)
     if unmet:
         return Candidate(factor=factor, outcome=PlanOutcome.SKIPPED, reference=None, reason="; ".join(unmet))
+    if factor.expansion is Expansion.CONTENT:
+        return Candidate(factor=factor, outcome=PlanOutcome.PLANNED, reference=None, reason="")
     for role in factor.switch.roles:
         cost = surroundings.capabilities.get(role, {}).get(factor.switch.path)
         if cost is None:
@@ -31,6 +33,8 @@ def _discover(factor: MismatchFactor, surroundings: Surroundings) -> Candidate:
             return Candidate(
                 factor=factor, outcome=PlanOutcome.NOT_SWITCHABLE_IN_PROCESS, reference=None, reason=reason
             )
+    if factor.expansion is not Expansion.STANDARD_FOUR:
+        return Candidate(factor=factor, outcome=PlanOutcome.PLANNED, reference=None, reason="")
     reference, passed_over = _choose(factor, surroundings)
     if reference is None:
         return Candidate(

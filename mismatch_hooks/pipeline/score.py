@@ -1,4 +1,4 @@
-"""Combine one native and one reference pass of each role into the four arms."""
+"""Combine the native pass and the bound passes of each role into a factor's arms."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,12 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mismatch_hooks.pipeline.metrics import from_lists, measure
-from mismatch_hooks.schema.enums import Arm, Choice, PolicyRole
+from mismatch_hooks.schema.enums import PolicyRole, Value
+from mismatch_hooks.schema.factor import MismatchFactor
 from mismatch_hooks.schema.score import Score, ScoringSequence
 from mismatch_hooks.schema.verdict import ArmReading
 
 FloatArray = NDArray[np.float64]
-PassKey = tuple[PolicyRole, Choice]
+PassKey = tuple[PolicyRole, Value]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,16 +51,18 @@ def response_logprobs(score: Score, sequences: Sequence[ScoringSequence]) -> lis
 
 
 def read_arms(
+    factor: MismatchFactor,
     passes: Mapping[PassKey, Score],
     sequences: Sequence[ScoringSequence],
     *,
     epsilon_low: float,
     epsilon_high: float,
-) -> tuple[dict[Arm, ArmTokens], tuple[ArmReading, ...]]:
+) -> tuple[dict[str, ArmTokens], tuple[ArmReading, ...]]:
     """Return each arm's active tokens and metrics; an arm is two passes, so four passes make four arms.
 
     Args:
-        passes: role and choice to its score; all four must be there.
+        factor: whose arms.
+        passes: role and value to its score; all that the arms are made of must be there.
         sequences: what was scored.
         epsilon_low: clip range, as read back from the loop.
         epsilon_high: likewise.
@@ -67,11 +70,11 @@ def read_arms(
     rows = {key: response_logprobs(score, sequences) for key, score in passes.items()}
     masks = [sequence.response_mask for sequence in sequences]
     owner = np.repeat(np.arange(len(sequences)), [sum(mask) for mask in masks])
-    tokens: dict[Arm, ArmTokens] = {}
+    tokens: dict[str, ArmTokens] = {}
     readings = []
-    for arm in Arm:
-        training = rows[PolicyRole.TRAINING, arm.choices[PolicyRole.TRAINING]]
-        rollout = rows[PolicyRole.ROLLOUT, arm.choices[PolicyRole.ROLLOUT]]
+    for arm, bound in factor.arms.items():
+        training = rows[PolicyRole.TRAINING, bound[PolicyRole.TRAINING]]
+        rollout = rows[PolicyRole.ROLLOUT, bound[PolicyRole.ROLLOUT]]
         tokens[arm] = ArmTokens(training=_active(training, masks), rollout=_active(rollout, masks), sequence=owner)
         padded = from_lists(training, rollout, masks)
         state = measure(*padded, epsilon_low=epsilon_low, epsilon_high=epsilon_high)

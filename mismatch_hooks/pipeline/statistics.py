@@ -6,27 +6,28 @@ import numpy as np
 from scipy import stats
 
 from mismatch_hooks.pipeline.score import ArmTokens, FloatArray
-from mismatch_hooks.schema.enums import Arm
 from mismatch_hooks.schema.verdict import PairedEffect
 
-# Three arms are compared for every factor; a family-wise 1 % makes one false accusation in a hundred factors at most.
+# A factor is accused when one of three arms lowers one of two figures, the mean or the clipped tokens: six tests, each
+# two-sided and accusing in one direction only. 6 × LEVEL / 2 is 1 %: one false accusation in a hundred factors at most,
+# by Bonferroni's bound, however the arms depend on each other.
 FAMILY_LEVEL = 0.01
 LEVEL = FAMILY_LEVEL / 3
 POWER = 0.8
 # A change is worth naming when it is at least this share of the native mismatch; smaller ones are re-drawn rounding.
 RELEVANT_SHARE = 0.1
-_RESAMPLES = 4_999
 # Up to 13 sequences every sign assignment is enumerated; with more, this many are drawn (p is then at least 1e-4).
 _SIGN_FLIPS = 9_999
 
 
 def paired_effect(
-    arm: Arm, changed: ArmTokens, native: ArmTokens, *, epsilon_low: float, epsilon_high: float
+    arm: str, changed: ArmTokens, native: ArmTokens, *, epsilon_low: float, epsilon_high: float
 ) -> PairedEffect:
     """Compare one arm with ``both_native``, token by token.
 
     Tokens of one sequence are not independent: intervals and p-values are built on per-sequence sums. The sign-flip
-    test is exact: if the arm changed nothing, each sequence's sum is as likely positive as negative. With C sequences
+    test is exact: if the arm only drew the rounding anew, either arm could have been the other, so each sequence's sum
+    is as likely positive as negative, whatever its tail and however its tokens depend on each other. With C sequences
     its smallest p-value is 2 / 2^C, so fewer than 10 sequences can never reach the level.
 
     Args:
@@ -47,14 +48,15 @@ def paired_effect(
     clip_change = is_clipped.astype(np.float64) - was_clipped.astype(np.float64)
     clip_sums = np.bincount(index, weights=clip_change).astype(np.float64)
     tokens, mean = int(counts.sum()), float(sums.sum() / counts.sum())
-    resolvable = _resolvable(sums, counts, mean)
+    error = _standard_error(sums, counts, mean)
+    resolvable = _resolvable(error, len(clusters))
     native_mismatch = float(np.abs(native.dlogp).mean())
     return PairedEffect(
         arm=arm,
         tokens=tokens,
         sequences=len(clusters),
         dlogp_change=mean,
-        interval=_interval(sums, counts),
+        interval=_interval(mean, error, len(clusters)),
         p_value=_sign_flip_p_value(sums),
         clip_events_removed=removed,
         clip_events_added=added,
@@ -79,48 +81,62 @@ def _bits(values: FloatArray) -> np.ndarray:
 
 
 def _sign_flip_p_value(sums: FloatArray) -> float:
-    if len(sums) < 2 or not np.any(sums):  # one sign flipped or not is as likely either way
-        return 1.0
-    result = stats.permutation_test(
-        (sums,),
-        lambda flipped, axis: flipped.sum(axis=axis),
-        permutation_type="samples",
-        vectorized=True,
-        n_resamples=_SIGN_FLIPS,
-        batch=4096,
-        rng=np.random.default_rng(0),  # our own stream: the run's are never touched
-    )
-    return float(result.pvalue)
+    """Share of sign assignments whose total is at least as far from 0 as the observed one.
 
-
-def _interval(sums: FloatArray, counts: FloatArray) -> tuple[float, float]:
-    if len(sums) < 2:
-        return (-math.inf, math.inf)
-    result = stats.bootstrap(
-        (sums, counts),
-        lambda s, n, axis: s.sum(axis=axis) / n.sum(axis=axis),
-        paired=True,
-        vectorized=True,
-        n_resamples=_RESAMPLES,
-        confidence_level=1 - LEVEL,
-        method="percentile",
-        rng=np.random.default_rng(0),
-    )
-    return float(result.confidence_interval.low), float(result.confidence_interval.high)
-
-
-def _resolvable(sums: FloatArray, counts: FloatArray, mean: float) -> float:
-    """Smallest change that is found with the stated power: (t₁₋ₐ/₂ + t_power) × the cluster-robust standard error.
-
-    The standard error is that of a ratio of cluster sums (Cochran 1977, eq. 2.46) with C − 1 degrees of freedom.
+    All of them are tried where they are no more than would be drawn; else the observed one counts as one more draw,
+    which keeps the test's level exact (Phipson & Smyth 2010, eq. 2).
     """
+    sums = sums[sums != 0.0]  # a sequence that did not change has no sign
+    total = sums.sum()
+    # A tie is no less extreme; totals are rounded by C eps sum|s| at most, less than this below 4,096 sequences.
+    least = abs(total) - 1e-12 * np.abs(sums).sum()
+    if 2 ** len(sums) <= _SIGN_FLIPS:
+        flipped = (np.arange(2 ** len(sums))[:, None] >> np.arange(len(sums)) & 1) @ sums
+        return float((np.abs(total - 2.0 * flipped) >= least).mean())
+    extreme = int((np.abs(total - 2.0 * _drawn(sums)) >= least).sum())
+    return (extreme + 1) / (_SIGN_FLIPS + 1)
+
+
+def _drawn(sums: FloatArray) -> FloatArray:
+    """Totals of random halves of the sums, which are what a random assignment flips.
+
+    Eight sequences share a random byte, and what each of its 256 values selects is added up once: faster than a matrix
+    of signs, and in an eighth of its memory.
+    """
+    eights = np.pad(sums, (0, -len(sums) % 8)).reshape(-1, 8)
+    selected = eights @ (np.arange(256) >> np.arange(8)[:, None] & 1)
+    # our own stream: the run's are never touched
+    drawn = np.random.default_rng(0).integers(0, 256, (len(eights), _SIGN_FLIPS), dtype=np.uint8)
+    totals: FloatArray = np.take_along_axis(selected, drawn, axis=1).sum(axis=0)
+    return totals
+
+
+def _standard_error(sums: FloatArray, counts: FloatArray, mean: float) -> float:
+    """Of a ratio of cluster sums (Cochran 1977, eq. 2.46), with C − 1 degrees of freedom."""
     clusters = len(sums)
     if clusters < 2:
         return math.inf
     residual = sums - mean * counts
-    error = math.sqrt(clusters / (clusters - 1) * float(residual @ residual)) / float(counts.sum())
-    quantiles = stats.t.ppf([1 - LEVEL / 2, POWER], df=clusters - 1)
-    return float(quantiles.sum()) * error
+    return math.sqrt(clusters / (clusters - 1) * float(residual @ residual)) / float(counts.sum())
+
+
+def _interval(mean: float, error: float, clusters: int) -> tuple[float, float]:
+    """Student's t on the cluster-robust standard error.
+
+    No bootstrap: the percentile interval of 10 heavy-tailed clusters misses the truth in 2 to 4 % of simulated
+    comparisons where it states 0.33 %, and the studentised one is up to three times as wide and no better.
+    """
+    if not math.isfinite(error):
+        return (-math.inf, math.inf)
+    half = float(stats.t.ppf(1 - LEVEL / 2, df=clusters - 1)) * error
+    return mean - half, mean + half
+
+
+def _resolvable(error: float, clusters: int) -> float:
+    """Smallest change that is found with the stated power: (t₁₋ₐ/₂ + t_power) × the standard error."""
+    if not math.isfinite(error):
+        return math.inf
+    return float(stats.t.ppf([1 - LEVEL / 2, POWER], df=clusters - 1).sum()) * error
 
 
 def _tokens_needed(tokens: int, resolvable: float, native_mismatch: float) -> int | None:

@@ -1,11 +1,11 @@
 """The four gates: what must hold before an arm may be read. A gate that was not observed does not hold."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from mismatch_hooks.pipeline.score import PassKey
-from mismatch_hooks.schema.enums import Choice, GateName, PolicyRole, SwitchStatus
+from mismatch_hooks.schema.enums import Choice, GateName, PolicyRole, SwitchStatus, Value
 from mismatch_hooks.schema.factor import MismatchFactor
-from mismatch_hooks.schema.score import LogprobShard, Score, ScoringSequence, SwitchState
+from mismatch_hooks.schema.score import LogprobShard, Score, ScoringSequence, SwitchState, WeightsDigest
 from mismatch_hooks.schema.verdict import Gate
 
 
@@ -20,8 +20,8 @@ def verify(
 
     Args:
         factor: what was examined.
-        passes: role and choice to its score.
-        other_side: role that was on the reference to what the *other* role's switches read at that moment.
+        passes: role and value to its score.
+        other_side: role that was bound to what the *other* role's switches read at that moment.
         sequences: what was scored.
         pitfalls: sentences of the guards that were tripped.
     """
@@ -33,14 +33,35 @@ def verify(
     )
 
 
+def verify_content(rollout: WeightsDigest, training: WeightsDigest) -> tuple[Gate, ...]:
+    """Evaluate all four gates of a comparison of contents, for which nothing is bound and nothing is scored."""
+    unread = [
+        f"{name} on {side.role.value} ({why.removeprefix('unobservable: ')})"
+        for side in (rollout, training)
+        for name, why in side.tensors.items()
+        if why.startswith("unobservable")
+    ]
+    read = f"All {len(training.tensors)} tensors were read on both sides."
+    return (
+        Gate(name=GateName.SWITCH_EFFECTIVE, ok=True, reason="Nothing is switched: contents are compared."),
+        Gate(
+            name=GateName.EVIDENCE_COMPLETE,
+            ok=not unread and bool(training.tensors),
+            reason=read if training.tensors and not unread else f"Not every tensor was read: {'; '.join(unread[:4])}.",
+        ),
+        Gate(name=GateName.SHARDS_COMPLETE, ok=True, reason="Every rank's copy was compared under one name."),
+        pitfalls_clear(()),
+    )
+
+
 def switch_effective(
     factor: MismatchFactor,
     passes: Mapping[PassKey, Score],
     other_side: Mapping[PolicyRole, Sequence[SwitchState]],
 ) -> Gate:
-    """Hold when each pass read back the choice it asked for on its own role, and native on the other role."""
+    """Hold when each pass read back the value it asked for on its own role, and native on the other role."""
     problems = _missing_passes(factor, passes)
-    for (role, choice), score in passes.items():
+    for (role, choice), score in _of(factor, passes):
         states = [state for state in score.evidence.switches if state.factor == factor.id]
         problems += _switch_problems(factor, role, choice, states)
         unread = set(range(len(score.evidence.forwards))) - {state.rank for state in states}
@@ -48,53 +69,69 @@ def switch_effective(
             problems.append(f"{factor.switch.path} was not read back on {role.value} ranks {sorted(unread)}.")
     for role in factor.switch.roles:
         other = PolicyRole.TRAINING if role is PolicyRole.ROLLOUT else PolicyRole.ROLLOUT
+        if other not in factor.switch.roles:
+            continue
         states = [state for state in other_side.get(role, ()) if state.factor == factor.id]
         leaks = _switch_problems(factor, other, Choice.NATIVE, states)
-        problems += [f"{leak[:-1]} while only {role.value} was on the reference." for leak in leaks]
+        problems += [f"{leak[:-1]} while only {role.value} was on {_bound(factor)}." for leak in leaks]
     if problems:
         return Gate(name=GateName.SWITCH_EFFECTIVE, ok=False, reason=" ".join(problems))
     return Gate(
         name=GateName.SWITCH_EFFECTIVE,
         ok=True,
-        reason=f"{factor.switch.path} read back as requested in {len(passes)} passes, and native on the other side.",
+        reason=f"{factor.switch.path} read back as requested in {len(list(_of(factor, passes)))} passes"
+        + (", and native on the other side." if len(factor.switch.roles) > 1 else "."),
     )
 
 
 def _switch_problems(
-    factor: MismatchFactor, role: PolicyRole, choice: Choice, states: Sequence[SwitchState]
+    factor: MismatchFactor, role: PolicyRole, value: Value, states: Sequence[SwitchState]
 ) -> list[str]:
     if not states:
-        return [f"{factor.switch.path} was not read back on {role.value} with {choice.value} requested."]
+        return [f"{factor.switch.path} was not read back on {role.value} with {words(value)} requested."]
     problems = []
     for state in states:
-        if state.effective is choice and state.status is SwitchStatus.APPLIED:
+        # The type too: 1, 1.0 and True are equal and are not one value of a switch.
+        same = state.effective == value and type(state.effective) is type(value)
+        if same and state.status is SwitchStatus.APPLIED:
             continue
-        found = state.effective.value if state.effective else state.status.value
+        found = state.status.value if state.effective is None else words(state.effective)
         detail = f" ({'; '.join(state.trace)})" if state.trace else ""
         problems.append(
-            f"{factor.switch.path} on {role.value} rank {state.rank}: requested {choice.value}, effective "
+            f"{factor.switch.path} on {role.value} rank {state.rank}: requested {words(value)}, effective "
             f"{found}{detail}."
         )
     return problems
 
 
+def _bound(factor: MismatchFactor) -> str:
+    return "the reference" if factor.references else "what was bound"
+
+
+def words(value: Value) -> str:
+    """Return a switch's value as a person would say it."""
+    return value.value if isinstance(value, Choice) else str(value)
+
+
+def _of(factor: MismatchFactor, passes: Mapping[PassKey, Score]) -> Iterator[tuple[PassKey, Score]]:
+    """The passes in which the factor's switch can be told: those of the roles that have it."""
+    return ((key, score) for key, score in passes.items() if key[0] in factor.switch.roles)
+
+
 def _missing_passes(factor: MismatchFactor, passes: Mapping[PassKey, Score]) -> list[str]:
-    return [
-        f"No pass of {role.value} with {choice.value} bound arrived."
-        for role in factor.switch.roles
-        for choice in Choice
-        if (role, choice) not in passes
-    ]
+    needed = {(role, value) for bound in factor.arms.values() for role, value in bound.items()}
+    missing = sorted(needed - set(passes), key=lambda key: (key[0].value, words(key[1])))
+    return [f"No pass of {role.value} with {words(value)} bound arrived." for role, value in missing]
 
 
 def evidence_complete(factor: MismatchFactor, passes: Mapping[PassKey, Score]) -> Gate:
-    """Hold when every declared call site ran the bound reference exactly as often as the counted forwards demand."""
+    """Hold when every declared call site ran what was bound exactly as often as the counted forwards demand."""
     problems = _missing_passes(factor, passes)
     ran = 0
     for (role, choice), score in passes.items():
         if not score.evidence.forwards or not all(score.evidence.forwards):
-            problems.append(f"No model forward was counted on {role.value} with {choice.value} bound.")
-        if choice is not Choice.REFERENCE:
+            problems.append(f"No model forward was counted on {role.value} with {words(choice)} bound.")
+        if choice is Choice.NATIVE:
             continue
         counts = [count for count in score.evidence.calls if count.factor == factor.id]
         declared = {site.name for site in factor.call_sites if site.role is role}
@@ -111,7 +148,9 @@ def evidence_complete(factor: MismatchFactor, passes: Mapping[PassKey, Score]) -
     if problems:
         return Gate(name=GateName.EVIDENCE_COMPLETE, ok=False, reason=" ".join(problems))
     return Gate(
-        name=GateName.EVIDENCE_COMPLETE, ok=True, reason=f"All {ran} calls of the bound call sites ran the reference."
+        name=GateName.EVIDENCE_COMPLETE,
+        ok=True,
+        reason=f"All {ran} calls of the bound call sites ran {_bound(factor)}.",
     )
 
 
@@ -119,7 +158,7 @@ def shards_complete(passes: Mapping[PassKey, Score], sequences: Sequence[Scoring
     """Hold when, in every pass, ranks 0 … world_size − 1 sent one shard each, covering each active token once."""
     problems: list[str] = []
     for (role, choice), score in passes.items():
-        where = f"{role.value} with {choice.value} bound"
+        where = f"{role.value} with {words(choice)} bound"
         problems += [f"{problem} ({where})." for problem in _shard_problems(score.shards, sequences)]
     if problems:
         return Gate(name=GateName.SHARDS_COMPLETE, ok=False, reason=" ".join(problems))

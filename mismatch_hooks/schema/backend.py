@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from mismatch_hooks.schema.enums import PolicyRole, RebindCost
+from mismatch_hooks.schema.enums import ExecutionPath, PolicyRole, RebindCost
 from mismatch_hooks.schema.readback import Readback
 from mismatch_hooks.schema.score import Binding, Score, ScoringSequence, SwitchState, WeightsDigest
 
@@ -22,6 +22,11 @@ class ScoringBackend(Protocol):
         """Switch paths that this engine knows to the cost of flipping them; ``PER_REQUEST`` is live."""
         ...
 
+    @property
+    def paths(self) -> tuple[ExecutionPath, ...]:
+        """The ways in which this engine, as it was built, can compute log-probs; the first is what None stands for."""
+        ...
+
     def bind(self, binding: Binding) -> AbstractContextManager[None]:
         """Hold ``binding`` for the length of the block; always restore, exceptions included.
 
@@ -30,8 +35,18 @@ class ScoringBackend(Protocol):
         """
         ...
 
-    def score(self, sequences: Sequence[ScoringSequence], *, timeout_s: float | None = None) -> Score:
-        """Return the log-probs of the given response tokens under the binding in force, with evidence."""
+    def score(
+        self,
+        sequences: Sequence[ScoringSequence],
+        *,
+        path: ExecutionPath | None = None,
+        timeout_s: float | None = None,
+    ) -> Score:
+        """Return the log-probs of the given response tokens under the binding in force, with evidence.
+
+        Raises:
+            ValueError: ``path`` is not one of ``paths``.
+        """
         ...
 
     def switch_states(self, binding: Binding) -> tuple[SwitchState, ...]:

@@ -1,6 +1,6 @@
 """The closed vocabularies of the design: every member is a word that a verdict, a plan or an event may use."""
 
-from enum import Enum, IntEnum
+from enum import Enum, IntEnum, StrEnum
 
 
 class PolicyRole(Enum):
@@ -18,7 +18,7 @@ class ExecutionPath(Enum):
     ROLLOUT_DECODE = "rollout_decode"
 
 
-class Arm(Enum):
+class Arm(StrEnum):
     """One assignment of native or reference to both roles."""
 
     BOTH_NATIVE = "both_native"
@@ -42,6 +42,29 @@ class Choice(Enum):
 
     NATIVE = "native"
     REFERENCE = "reference"
+
+
+# What a switch is set to: native or reference, or one plain value of a sweep.
+Value = Choice | str | int | float
+
+
+class Expansion(Enum):
+    """Which arms a factor is examined with."""
+
+    STANDARD_FOUR = "standard_four"
+    VALUE_SWEEP = "value_sweep"
+    PAIRWISE = "pairwise"
+    CONTENT = "content"
+
+
+class SettingChannel(Enum):
+    """Where a setting is set."""
+
+    ENVIRONMENT_VARIABLE = "environment variable"
+    ENGINE_ARGUMENT = "engine argument"
+    CONFIG_FIELD = "config field"
+    MODULE_PATCH = "module patch"
+    SCORING_PASS = "argument of a scoring pass"
 
 
 class Origin(Enum):
@@ -153,3 +176,12 @@ class Source(Enum):
     CLASS_DEFAULT = "class default"
     ENVIRONMENT = "environment"
     LIVE_MODULE = "live module"
+
+
+class DeterminismLevel(IntEnum):
+    """How far a collective's result is the same bits, in the order of what it promises."""
+
+    NONE = 0
+    STABLE_WITHIN_PROCESS = 1
+    STABLE_ACROSS_RUNS = 2
+    STABLE_ACROSS_TOPOLOGY = 3

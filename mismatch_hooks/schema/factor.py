@@ -4,9 +4,22 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mismatch_hooks.schema.enums import ExecutionPath, FactorCategory, PolicyRole, RebindCost, ReferenceAuthority
+from mismatch_hooks.schema.enums import (
+    Arm,
+    Choice,
+    ExecutionPath,
+    Expansion,
+    FactorCategory,
+    PolicyRole,
+    RebindCost,
+    ReferenceAuthority,
+    SettingChannel,
+    Value,
+)
 from mismatch_hooks.schema.freeze import FrozenMapping, SchemaError, freeze
 
+# The arm of a sweep in which both sides are native.
+BASELINE = "native"
 # One release as PEP 440 writes it, local label included ("2.13.0+cpu"); no specifier, wildcard or leading "v".
 _EXACT_VERSION = re.compile(
     r"[0-9]+(\.[0-9]+)*((a|b|rc)[0-9]+)?(\.post[0-9]+)?(\.dev[0-9]+)?(\+[a-z0-9]+(\.[a-z0-9]+)*)?"
@@ -22,12 +35,14 @@ class Switch:
         allowed: every value that may be bound; the first is native.
         roles: the sides that have this switch.
         rebind_cost: what changing it costs.
+        channel: where it is set; an argument of a scoring pass is set by the engine, everything else by the adapter.
     """
 
     path: str
-    allowed: tuple[object, ...]
+    allowed: tuple[str | int | float, ...]
     roles: tuple[PolicyRole, ...] = (PolicyRole.ROLLOUT, PolicyRole.TRAINING)
     rebind_cost: RebindCost = RebindCost.PER_REQUEST
+    channel: SettingChannel = SettingChannel.MODULE_PATCH
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "allowed", freeze(self.allowed))
@@ -36,6 +51,13 @@ class Switch:
             raise SchemaError(
                 f"Switch {self.path}: allowed is {self.allowed}; a switch needs two or more values, each once."
             )
+        if self.allowed[0] != Choice.NATIVE.value:
+            raise SchemaError(f"Switch {self.path}: the first value is {self.allowed[0]!r}; accepts 'native' there.")
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """What may be bound besides native, as a binding spells it."""
+        return tuple(Choice.REFERENCE if value == Choice.REFERENCE.value else value for value in self.allowed[1:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +153,9 @@ class MismatchFactor:
         category: where the difference enters.
         question: what a person would ask, one sentence.
         switch: the setting that is flipped.
-        references: candidates, preferred first.
-        call_sites: every place that must run the bound implementation.
+        expansion: which arms it is examined with.
+        references: candidates, preferred first; none in a sweep, which measures and cannot attribute.
+        call_sites: every place that must run what is bound; none where nothing is bound in the live process.
         prerequisites: what must hold whatever the reference.
         pitfalls: ids of guards that concern this factor.
         recommendation: what to do when this factor is accused; ``{side}`` is filled in.
@@ -142,8 +165,9 @@ class MismatchFactor:
     category: FactorCategory
     question: str
     switch: Switch
-    references: tuple[ReferenceImplementation, ...]
-    call_sites: tuple[CallSite, ...]
+    expansion: Expansion = Expansion.STANDARD_FOUR
+    references: tuple[ReferenceImplementation, ...] = ()
+    call_sites: tuple[CallSite, ...] = ()
     prerequisites: Prerequisites = Prerequisites()
     pitfalls: tuple[str, ...] = ()
     recommendation: str = ""
@@ -154,11 +178,49 @@ class MismatchFactor:
             raise SchemaError(
                 f"MismatchFactor.id: got {self.id!r}; accepts 'operator.factor', both lower-case identifiers."
             )
+        if self.expansion is Expansion.STANDARD_FOUR:
+            if not self.references or self.switch.values != (Choice.REFERENCE,) or len(self.switch.roles) < 2:
+                raise SchemaError(
+                    f"{self.id}: four arms need a reference, the values ('native', 'reference') and both roles."
+                )
+        elif self.references:
+            raise SchemaError(f"{self.id}: {self.expansion.value} has no use for references; remove them.")
         missing = [role.value for role in self.switch.roles if role not in {site.role for site in self.call_sites}]
-        if missing:
+        if self._is_bound_live and missing:
             raise SchemaError(f"{self.id}: no call site for {', '.join(missing)}; every role of the switch needs one.")
+
+    @property
+    def needs_adapter(self) -> bool:
+        """True when an adapter has to find places in the live models."""
+        return self._is_bound_live and self.switch.channel is not SettingChannel.SCORING_PASS
+
+    @property
+    def _is_bound_live(self) -> bool:
+        return self.expansion is not Expansion.CONTENT and self.switch.rebind_cost is RebindCost.PER_REQUEST
 
     @property
     def operator(self) -> str:
         """The first segment of the id."""
         return self.id.split(".")[0]
+
+    @property
+    def arms(self) -> dict[str, dict[PolicyRole, Value]]:
+        """Every arm by name with what each role is bound to, the one in which both sides are native first."""
+        if self.expansion is Expansion.STANDARD_FOUR:
+            return {arm: {**arm.choices} for arm in Arm}
+        native: dict[PolicyRole, Value] = dict.fromkeys(PolicyRole, Choice.NATIVE)
+        arms = {BASELINE: native}
+        if self.expansion is Expansion.VALUE_SWEEP:
+            arms |= {
+                f"{role.value}={value}": {**native, role: value}
+                for role in self.switch.roles
+                for value in self.switch.values
+            }
+        return arms
+
+    @property
+    def passes(self) -> tuple[tuple[PolicyRole, Value], ...]:
+        """The scoring passes that this factor adds to a native one of each role."""
+        if self.expansion is Expansion.CONTENT:
+            return ()
+        return tuple((role, value) for role in self.switch.roles for value in self.switch.values)

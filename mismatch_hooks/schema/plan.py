@@ -1,7 +1,7 @@
 """What an ablation will do: which factors run, in which order, at what cost, and what is left out and why."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from mismatch_hooks.schema.enums import Origin, PlanOutcome, PolicyRole, RebindCost
 from mismatch_hooks.schema.factor import MismatchFactor, ReferenceImplementation
@@ -36,7 +36,7 @@ class Candidate:
     Attributes:
         factor: the declaration.
         outcome: ``PLANNED`` when it can run here and now.
-        reference: the implementation that will run; None when it will not.
+        reference: the implementation that will run; None when it will not, or the factor has none.
         reason: why it does not run, or which preferred implementations were passed over and why.
     """
 
@@ -60,12 +60,18 @@ class Plan:
     cases: tuple[Candidate, ...]
     left_out: tuple[Candidate, ...]
 
+    def starting_with(self, factors: Sequence[str]) -> "Plan":
+        """Return the same plan with the named factors first, the others in the order in which they were."""
+        first = [case for case in self.cases if case.factor.id in factors]
+        return replace(self, cases=(*first, *(case for case in self.cases if case.factor.id not in factors)))
+
     @property
     def passes(self) -> int:
-        """Scoring passes: native once a role, the reference once a role and factor."""
-        return 2 + 2 * len(self.cases) if self.cases else 0
+        """Scoring passes: native once a role, and what each factor adds: its reference, or each value, once a role."""
+        added = sum(len(case.factor.passes) for case in self.cases)
+        return 2 + added if added else 0
 
     @property
     def passes_with_restoration_proof(self) -> int:
         """``passes`` plus one native repeat a role, which proves determinism and restoration."""
-        return self.passes + 2 if self.cases else 0
+        return self.passes + 2 if self.passes else 0

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mismatch_hooks.schema.enums import Choice, ExecutionPath, PolicyRole, SwitchStatus
+from mismatch_hooks.schema.enums import Choice, ExecutionPath, PolicyRole, SwitchStatus, Value
 from mismatch_hooks.schema.freeze import FrozenMapping, SchemaError
 
 
@@ -37,12 +37,12 @@ class Binding:
 
     Attributes:
         role: the side that is bound.
-        choices: factor id to ``Choice``; a factor that is not named stays native.
+        choices: factor id to ``Choice``, or to the value of a sweep; a factor that is not named stays native.
         parameters: factor id to the plain parameters of its reference (rope theta), one truth for both roles.
     """
 
     role: PolicyRole
-    choices: Mapping[str, Choice] = field(default_factory=FrozenMapping)
+    choices: Mapping[str, Value] = field(default_factory=FrozenMapping)
     parameters: Mapping[str, Mapping[str, object]] = field(default_factory=FrozenMapping)
 
     def __post_init__(self) -> None:
@@ -50,9 +50,9 @@ class Binding:
         object.__setattr__(self, "parameters", FrozenMapping(self.parameters))
 
     @property
-    def references(self) -> tuple[str, ...]:
-        """The factors that this binding puts on their reference, sorted."""
-        return tuple(sorted(factor for factor, choice in self.choices.items() if choice is Choice.REFERENCE))
+    def bound(self) -> tuple[str, ...]:
+        """The factors that this binding takes off native, sorted."""
+        return tuple(sorted(factor for factor, choice in self.choices.items() if choice is not Choice.NATIVE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class CallCount:
     """How often one call site ran the bound implementation in one pass on one rank.
 
     Attributes:
-        factor: the factor whose reference is bound there.
+        factor: the factor that is bound there.
         site: the call site as a person would name it (``"model.layers.*.self_attn.rotary_emb"``).
         rank: the engine rank that counted.
         expected: calls that a pass with this many model forwards must make.
@@ -81,16 +81,16 @@ class SwitchState:
     Attributes:
         factor: the factor.
         rank: the engine rank that was read.
-        requested: the choice in the binding.
-        effective: the choice that the live modules are on, or None when it cannot be read.
+        requested: the choice or value in the binding.
+        effective: the one that the live modules are on, or None when it is none of the switch's or cannot be read.
         status: what became of the request.
         trace: what was tried and why each was rejected, in order.
     """
 
     factor: str
     rank: int
-    requested: Choice
-    effective: Choice | None
+    requested: Value
+    effective: Value | None
     status: SwitchStatus
     trace: tuple[str, ...] = ()
 

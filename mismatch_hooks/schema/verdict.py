@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mismatch_hooks.schema.enums import Arm, Diagnosis, ExecutionPath, GateName, NoiseFloor, Origin
+from mismatch_hooks.schema.enums import Diagnosis, ExecutionPath, GateName, NoiseFloor, Origin
 from mismatch_hooks.schema.freeze import FrozenMapping, SchemaError
 
 
@@ -27,11 +27,11 @@ class ArmReading:
     """The metrics of one arm on the captured tokens.
 
     Attributes:
-        arm: which assignment.
+        arm: an ``Arm``, or ``"native"`` and ``"<role>=<value>"`` of a sweep.
         metrics: names of ``pipeline.metric_table.METRICS`` to values.
     """
 
-    arm: Arm
+    arm: str
     metrics: Mapping[str, float]
 
     def __post_init__(self) -> None:
@@ -40,7 +40,7 @@ class ArmReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedEffect:
-    """What one arm changes against ``both_native``, token by token on the same tokens.
+    """What one arm changes against the arm in which both sides are native, token by token on the same tokens.
 
     Attributes:
         arm: the arm compared.
@@ -58,7 +58,7 @@ class PairedEffect:
         bits_changed: tokens whose log-prob differs in any bit on either side.
     """
 
-    arm: Arm
+    arm: str
     tokens: int
     sequences: int
     dlogp_change: float
@@ -87,7 +87,7 @@ class Verdict:
         recommendation: what to do; empty when nothing follows.
         gates: all four, in order.
         arms: the arms that were read; empty when a gate blocked.
-        effects: one per arm other than ``both_native``; empty when a gate blocked.
+        effects: one per arm that is not all native; empty when a gate blocked.
         tokens: active tokens scored.
         passes: scoring passes spent, repeats included.
         seconds: wall time spent.

@@ -24,13 +24,16 @@ class Rollout:
         weight_version: the trainer's label of the weights that were delivered last; "0" is what both load at start.
     """
 
-    def __init__(self, folder: Path, config: Config, *, worker_extension: str | None) -> None:
+    def __init__(
+        self, folder: Path, config: Config, *, worker_extension: str | None, logits_processors: Sequence[str] = ()
+    ) -> None:
         """Start the engine.
 
         Args:
             folder: the model.
             config: the run.
             worker_extension: dotted name of a class whose methods the engine's workers gain.
+            logits_processors: names of classes, ``module:class``, that the engine's sampler gains.
         """
         self._config = config
         self._in_process = config.rollout.engine_core_in_process
@@ -61,6 +64,7 @@ class Rollout:
                 disable_log_stats=True,
                 use_tqdm_on_load=False,
                 worker_extension_cls=worker_extension or "",
+                logits_processors=list(logits_processors),
             )
 
     def sampling_params(self, *, step: int, stop_token_ids: Sequence[int]) -> list[Any]:

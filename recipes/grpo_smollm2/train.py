@@ -57,7 +57,12 @@ def main(raw: Mapping[str, object], *, out: Path) -> Summary:
 
         trainer = Trainer(folder, config)
         stack.callback(trainer.close)
-        rollout = Rollout(folder, config, worker_extension=worker_extension(config))
+        rollout = Rollout(
+            folder,
+            config,
+            worker_extension=worker_extension(config),
+            logits_processors=logits_processors(config),
+        )
         stack.callback(rollout.close)
         task = make_task(config, folder, vocabulary=trainer.shape.vocabulary)
         log = stack.enter_context(tracking(config, out=out))
@@ -216,6 +221,11 @@ def worker_extension(config: Config) -> str | None:
     if config.inject is not None:
         return "recipes.grpo_smollm2.inject.InjectingWorker"
     return "mismatch_hooks.integrations.vllm.worker.WorkerExtension"
+
+
+def logits_processors(config: Config) -> list[str]:
+    """What vLLM's sampler gains, by name: the hooks can then have it decode the tokens of a response once more."""
+    return ["mismatch_hooks.integrations.vllm.forced_decode:ForcedTokens"] if config.hooks_enabled else []
 
 
 def command(arguments: Sequence[str] | None = None) -> int:

@@ -145,7 +145,7 @@ def test_a_factor_that_two_distributions_declare_stays_ours_and_the_other_is_nam
         pytest.param("extra_checks.raising", "RuntimeError: no licence", id="raises when imported"),
         pytest.param(
             "extra_checks.unbound",
-            "SchemaError: extra_checks.unbound has no adapter.py, so its factors cannot be bound; add one.",
+            "SchemaError: extra_checks.unbound has no adapter.py, so unbound.scale cannot be bound; add one.",
             id="no adapter",
         ),
     ],

@@ -18,6 +18,7 @@ from mismatch_hooks.schema.enums import (
     ReferenceAuthority,
     Source,
     SwitchStatus,
+    Value,
 )
 from mismatch_hooks.schema.factor import CallSite, MismatchFactor, Prerequisites, ReferenceImplementation, Switch
 from mismatch_hooks.schema.readback import Readback, Reading, Unobservable
@@ -58,7 +59,7 @@ SEQUENCES = (
 )
 
 
-def switch_state(requested: Choice, **changes: Any) -> SwitchState:
+def switch_state(requested: Value, **changes: Any) -> SwitchState:
     """A switch that was read back as asked for, but for ``changes``."""
     plain = SwitchState(factor=ROPE.id, rank=0, requested=requested, effective=requested, status=SwitchStatus.APPLIED)
     return replace(plain, **changes)
@@ -84,7 +85,7 @@ def shard(
 WHOLE = ((0, 0, (-1.0, -2.0)), (1, 0, (-3.0, -4.0, -5.0)))
 
 
-def score(role: PolicyRole, choice: Choice, **evidence: Any) -> Score:
+def score(role: PolicyRole, choice: Value, **evidence: Any) -> Score:
     """A healthy pass, but for the named fields of its evidence."""
     return Score(
         path=ExecutionPath.TRAINING_FULL_PREFILL if role is TRAINING else ExecutionPath.ROLLOUT_FULL_PREFILL,
@@ -117,7 +118,7 @@ def arms(
     rollout_reference_only: np.ndarray,
     training_reference_only: np.ndarray,
     both_reference: np.ndarray,
-) -> dict[Arm, ArmTokens]:
+) -> dict[str, ArmTokens]:
     """Four arms from ``[sequences, tokens]`` differences training − rollout; the rollout's log-probs are −2."""
     named = zip(Arm, (both_native, rollout_reference_only, training_reference_only, both_reference), strict=True)
     return {arm: arm_tokens(dlogp) for arm, dlogp in named}

@@ -1,12 +1,21 @@
 """Replacing parts of a live engine: in effect inside only, counted, and put back whatever happens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from mismatch_hooks.pipeline.bind import CallCounter, PatchSite, RestoreError, patched, read_switches
-from mismatch_hooks.schema.enums import SwitchStatus
+from mismatch_hooks.pipeline.bind import (
+    CallCounter,
+    PatchSite,
+    RestoreError,
+    Site,
+    StateSite,
+    patched,
+    read_switches,
+)
+from mismatch_hooks.schema.enums import Choice, SwitchStatus
 from mismatch_hooks.schema.score import CallCount
 from tests.pipeline.samples import NATIVE, REFERENCE, ROPE
 
@@ -174,7 +183,7 @@ def test_several_objects_of_one_call_site_add_up() -> None:
 # ---- readback -----------------------------------------------------------------------------------------------------
 
 
-def _status(requested: Any, sites: list[PatchSite]) -> tuple[Any, SwitchStatus, tuple[str, ...]]:
+def _status(requested: Any, sites: Sequence[Site]) -> tuple[Any, SwitchStatus, tuple[str, ...]]:
     (state,) = read_switches({ROPE.id: requested}, {ROPE.id: sites}, rank=3)
     assert (state.factor, state.rank, state.requested) == (ROPE.id, 3, requested)
     return state.effective, state.status, state.trace
@@ -238,3 +247,72 @@ def test_another_factor_on_the_same_attribute_is_not_this_factors_reference() ->
     engine = _Engine()
     with patched([_site(engine, factor="norm.rmsnorm")], CallCounter()):
         assert _status(REFERENCE, [_site(engine)])[:2] == (NATIVE, SwitchStatus.FELL_BACK)
+
+
+# ---- a state that is held -----------------------------------------------------------------------------------------
+
+
+def _flag(held: int = 1, **changes: Any) -> tuple[dict[str, int], StateSite]:
+    state = {"flag": 0}
+    site = StateSite(
+        factor="toy.flag",
+        site="flag",
+        read=lambda: state["flag"],
+        write=lambda value: state.__setitem__("flag", value),
+        held=held,
+        **changes,
+    )
+    return state, site
+
+
+def test_a_state_is_held_inside_the_block_only_and_after_an_exception() -> None:
+    state, site = _flag()
+    with pytest.raises(KeyError), patched([site], CallCounter()):
+        assert state["flag"] == 1
+        raise KeyError
+    assert state["flag"] == 0
+
+
+def test_states_nest_and_the_outer_one_comes_back() -> None:
+    state, outer = _flag(1)
+    inner = replace(outer, held=2)
+    with patched([outer, inner], CallCounter()):
+        assert state["flag"] == 2
+    assert state["flag"] == 0
+
+
+def test_a_foreign_write_to_a_held_state_is_reported_and_not_overwritten() -> None:
+    state, site = _flag()
+    with pytest.raises(RestoreError, match=r"^flag reads 7, not the 1 that was bound; it is left so\.$"):
+        with patched([site], CallCounter()):
+            state["flag"] = 7
+    assert state["flag"] == 7
+
+
+def test_a_state_counts_the_forwards_that_found_it_in_place() -> None:
+    state, site = _flag()
+    counter = CallCounter()
+    with patched([site], counter):
+        counter.see_forward([site])
+        state["flag"] = 0  # the host's own code sets it back in the middle of a pass
+        counter.see_forward([site])
+        state["flag"] = 1
+    (count,) = counter.counts([site], forwards=2, rank=0)
+    assert (count.expected, count.observed) == (2, 1)
+
+
+def test_a_state_reads_the_value_that_it_holds() -> None:
+    state, site = _flag(value="on")
+    with patched([site], CallCounter()):
+        assert _status("on", [site]) == ("on", SwitchStatus.APPLIED, ())
+        state["flag"] = 0
+        assert _status("on", [site]) == (None, SwitchStatus.FELL_BACK, ("flag holds another value",))
+    assert _status(Choice.NATIVE, [site])[0] is Choice.NATIVE
+
+
+def test_a_swept_value_is_told_from_another_value_and_from_the_reference() -> None:
+    site = _site(_Engine(), value=4)
+    with patched([site], CallCounter()):
+        assert _status(4, [site])[0] == 4
+        assert _status(2, [site])[:2] == (4, SwitchStatus.FELL_BACK)
+        assert _status(Choice.REFERENCE, [site])[:2] == (4, SwitchStatus.FELL_BACK)

@@ -1,15 +1,23 @@
-"""What four arms mean from the native origin, on the heavy-tailed differences that real engines show."""
+"""What a factor's arms mean, on the heavy-tailed differences that real engines show."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mismatch_hooks.pipeline.diagnose import Finding, blocked, diagnose_from_native
+from mismatch_hooks.pipeline.diagnose import (
+    Finding,
+    blocked,
+    diagnose_content,
+    diagnose_from_aligned,
+    diagnose_from_native,
+    diagnose_sweep,
+)
 from mismatch_hooks.pipeline.score import ArmTokens
 from mismatch_hooks.schema.enums import Arm, Diagnosis, GateName
 from mismatch_hooks.schema.verdict import Gate
-from tests.pipeline.samples import EPSILONS, arms
+from tests.pipeline.samples import EPSILONS, ROLLOUT, TRAINING, arm_tokens, arms, digest
 
 
 def _noise(sequences: int, tokens: int, *, seed: int = 0, scale: float = 0.03) -> np.ndarray:
@@ -152,13 +160,13 @@ def test_a_certain_but_small_change_accuses_nobody() -> None:
 )
 def test_few_sequences_cannot_accuse_however_many_tokens_they_have(sequences: int, diagnosis: Diagnosis) -> None:
     native = np.full((sequences, 1_000), 0.3)
-    found = _judge(native, native, 0.0 * native, 0.0 * native)
+    found = _judge(native, native, 1e-6 * native, 1e-6 * native)
     assert found.diagnosis is diagnosis
 
 
 def test_one_sequence_cannot_accuse_and_says_what_would() -> None:
     native = _noise(1, 64)
-    found = _judge(native, 0.0 * native, native, 0.0 * native)
+    found = _judge(native, 1e-6 * native, native, 1e-6 * native)
     assert found.diagnosis is Diagnosis.INSUFFICIENT_EVIDENCE
     assert found.reason.endswith("score more sequences (10 at least) to resolve anything.")
 
@@ -227,7 +235,7 @@ def test_a_reference_that_gives_no_number_is_broken(index: int, arm: Arm) -> Non
     found = _judge(*rows)
     assert (found.diagnosis, found.reason, found.effects) == (
         Diagnosis.REFERENCE_ITSELF_IS_BROKEN,
-        f"The reference gives 1 of 1536 tokens a log-prob that is NaN or infinite ({arm.value}).",
+        f"What is bound gives 1 of 1536 tokens a log-prob that is NaN or infinite ({arm.value}).",
         (),
     )
 
@@ -261,3 +269,127 @@ def test_a_failed_gate_decides_before_any_arm_is_read(failed: Any, diagnosis: Di
 
 def test_gates_that_hold_block_nothing() -> None:
     assert blocked([Gate(name=name, ok=True, reason="") for name in GateName]) is None
+
+
+# ---- from aligned -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("native", "rollout_reference", "training_reference", "expected"),
+    [
+        pytest.param(0, 1, 1, Diagnosis.NOT_THIS_FACTOR, id="both sides do the same thing, whatever it is"),
+        pytest.param(1, 0, 1, Diagnosis.CAUSED_BY_ROLLOUT_SIDE, id="rollout departs from the reference"),
+        pytest.param(1, 1, 0, Diagnosis.CAUSED_BY_TRAINING_SIDE, id="training departs from the reference"),
+        pytest.param(1, 1, 1, Diagnosis.CAUSED_BY_BOTH_SIDES, id="each side departs"),
+        pytest.param(1, 0, 0, Diagnosis.INSUFFICIENT_EVIDENCE, id="impossible at a bitwise floor"),
+        pytest.param(0, 0, 0, Diagnosis.NOT_THIS_FACTOR, id="native is the reference"),
+    ],
+)
+def test_the_aligned_matrix_names_the_side(
+    native: int, rollout_reference: int, training_reference: int, expected: Diagnosis
+) -> None:
+    # One token of 1,536 by the smallest step of fp32 near -2: at a bitwise floor that is enough.
+    step = np.zeros((24, 64))
+    step[3, 5] = 2.0**-22
+    found = diagnose_from_aligned(arms(native * step, rollout_reference * step, training_reference * step, 0 * step))
+    assert found.diagnosis is expected
+
+
+def test_a_self_check_off_the_floor_breaks_the_reference_and_accuses_nobody() -> None:
+    found = diagnose_from_aligned(arms(NATIVE, NATIVE, 0 * NATIVE, 1e-9 * NATIVE))
+    assert found.diagnosis is Diagnosis.REFERENCE_ITSELF_IS_BROKEN
+    assert found.reason.startswith("With every reference on both sides 1536 of 1536 tokens differ")
+
+
+def test_an_aligned_verdict_prints_what_each_side_does_alone() -> None:
+    zero = 0 * NATIVE
+    found = diagnose_from_aligned(arms(zero + 0.5, zero, zero + 0.25, zero))
+    assert found.reason == (
+        "From a floor of 0: rollout native alone moves 1536 of 1536 tokens (mean |dlogp| 0.2500); training native "
+        "alone changes no bit; both native moves 1536 of 1536 tokens (mean |dlogp| 0.5000)."
+    )
+
+
+def test_from_native_too_equality_decides_where_the_reference_reaches_it() -> None:
+    native = _noise(2, 8)  # far too few sequences for any test
+    found = _judge(native, native, 0 * native, 0 * native)
+    assert found.diagnosis is Diagnosis.CAUSED_BY_TRAINING_SIDE
+    assert len(found.effects) == 3
+
+
+# ---- sweeps -------------------------------------------------------------------------------------------------------
+
+
+def _sweep(**values: np.ndarray) -> Finding:
+    named = {"native": arm_tokens(NATIVE)} | {f"rollout={name}": arm_tokens(one) for name, one in values.items()}
+    return diagnose_sweep(named, **EPSILONS)
+
+
+def test_a_sweep_ranks_its_values_and_attributes_nothing() -> None:
+    found = _sweep(a=0.9 * NATIVE, b=0.1 * NATIVE)
+    assert found.diagnosis is Diagnosis.INSUFFICIENT_EVIDENCE
+    assert [effect.arm for effect in found.effects] == ["rollout=b", "rollout=a"]
+    assert found.reason.startswith("A sweep measures and cannot attribute. rollout=b changes 1536 of 1536 tokens, mean")
+
+
+def test_a_sweep_whose_values_change_no_bit_is_not_this_factor() -> None:
+    found = _sweep(a=NATIVE, b=NATIVE)
+    assert found.diagnosis is Diagnosis.NOT_THIS_FACTOR
+    assert found.reason == "No value (rollout=a, rollout=b) changes a bit of any of 1536 tokens."
+
+
+def test_a_sweep_of_nothing_judges_nothing() -> None:
+    empty = np.zeros((0, 0))
+    found = diagnose_sweep({"native": arm_tokens(empty), "rollout=a": arm_tokens(empty)}, **EPSILONS)
+    assert found.diagnosis is Diagnosis.INSUFFICIENT_EVIDENCE
+
+
+# ---- contents -----------------------------------------------------------------------------------------------------
+
+
+def _content(rollout: Mapping[str, str], *, since: int | None = None) -> Finding:
+    trainer = {"a": "1", "b": "2", "c": "3"}
+    return diagnose_content(digest(ROLLOUT, rollout), digest(TRAINING, trainer), differing_since=since)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "since", "diagnosis", "reason"),
+    [
+        pytest.param(
+            {"a": "1", "b": "2", "c": "3"},
+            None,
+            Diagnosis.NOT_THIS_FACTOR,
+            "All 3 tensors hold the same bits on both sides.",
+            id="equal",
+        ),
+        pytest.param(
+            {"a": "1", "b": "0", "c": "3"},
+            7,
+            Diagnosis.CAUSED_BY_ROLLOUT_SIDE,
+            "The rollout side does not hold the trainer's weights: 1 of 3 tensors were not updated as the trainer has "
+            "them, since step 7 at the latest (b).",
+            id="a partial sync",
+        ),
+        pytest.param(
+            {"a": "0", "b": "0", "c": "0"},
+            None,
+            Diagnosis.CAUSED_BY_ROLLOUT_SIDE,
+            "The rollout side does not hold the trainer's weights: none of them was updated as the trainer has them "
+            "(a, b, c).",
+            id="a sync that delivered nothing",
+        ),
+        pytest.param(
+            {"a": "1", "b": "2"},
+            None,
+            Diagnosis.CAUSED_BY_ROLLOUT_SIDE,
+            "The rollout side does not hold the trainer's weights: 1 of 3 tensors were not updated as the trainer has "
+            "them (c).",
+            id="a tensor that the rollout side lacks",
+        ),
+    ],
+)
+def test_a_comparison_of_contents_names_the_tensors(
+    rollout: Mapping[str, str], since: int | None, diagnosis: Diagnosis, reason: str
+) -> None:
+    found = _content(rollout, since=since)
+    assert (found.diagnosis, found.reason) == (diagnosis, reason)

@@ -7,7 +7,7 @@ import pytest
 
 from mismatch_hooks.pipeline.discover import discover
 from mismatch_hooks.pipeline.plan import plan
-from mismatch_hooks.schema.enums import Origin, PlanOutcome, PolicyRole, RebindCost, ReferenceAuthority
+from mismatch_hooks.schema.enums import Expansion, Origin, PlanOutcome, PolicyRole, RebindCost, ReferenceAuthority
 from mismatch_hooks.schema.factor import LibraryPin, MismatchFactor, Prerequisites, ReferenceImplementation
 from mismatch_hooks.schema.plan import Candidate, Surroundings
 from tests.pipeline.samples import FP32, ROLLOUT, ROPE, TRAINING
@@ -122,7 +122,13 @@ def test_what_cannot_be_flipped_live_says_what_it_would_cost(capabilities: Any, 
 
 
 def test_a_one_sided_factor_asks_one_engine_only() -> None:
-    one_sided = replace(ROPE, switch=replace(ROPE.switch, roles=(ROLLOUT,)), call_sites=(ROPE.call_sites[0],))
+    one_sided = replace(
+        ROPE,
+        expansion=Expansion.VALUE_SWEEP,
+        switch=replace(ROPE.switch, roles=(ROLLOUT,)),
+        references=(),
+        call_sites=(ROPE.call_sites[0],),
+    )
     here = _here(capabilities={ROLLOUT: {PATH: RebindCost.PER_REQUEST}})
     assert _only(one_sided, here).outcome is PlanOutcome.PLANNED
 

@@ -7,7 +7,18 @@ import numpy as np
 
 from mismatch_hooks.pipeline.score import read_arms, response_logprobs
 from mismatch_hooks.schema.enums import Arm
-from tests.pipeline.samples import EPSILONS, NATIVE, REFERENCE, ROLLOUT, SEQUENCES, TRAINING, passes, score, shard
+from tests.pipeline.samples import (
+    EPSILONS,
+    NATIVE,
+    REFERENCE,
+    ROLLOUT,
+    ROPE,
+    SEQUENCES,
+    TRAINING,
+    passes,
+    score,
+    shard,
+)
 
 
 def test_shards_of_several_ranks_are_laid_out_by_sequence_and_position() -> None:
@@ -34,7 +45,7 @@ def test_an_arm_pairs_the_pass_that_each_role_was_bound_to() -> None:
     for key, level in levels.items():
         slices = ((0, 0, (level, level)), (1, 0, (level, -99.0, level)))
         found[key] = replace(found[key], shards=(shard(slices=slices),))
-    tokens, readings = read_arms(found, SEQUENCES, **EPSILONS)
+    tokens, readings = read_arms(ROPE, found, SEQUENCES, **EPSILONS)
     assert {arm: set(values.dlogp.tolist()) for arm, values in tokens.items()} == {
         Arm.BOTH_NATIVE: {3.0},
         Arm.ROLLOUT_REFERENCE_ONLY: {7.0},
@@ -51,7 +62,7 @@ def test_an_arm_pairs_the_pass_that_each_role_was_bound_to() -> None:
 
 
 def test_masked_tokens_are_in_no_arm_and_tokens_know_their_sequence() -> None:
-    tokens, _ = read_arms(passes(), SEQUENCES, **EPSILONS)
+    tokens, _ = read_arms(ROPE, passes(), SEQUENCES, **EPSILONS)
     native = tokens[Arm.BOTH_NATIVE]
     assert native.training.tolist() == [-1.0, -2.0, -3.0, -5.0]
     assert native.sequence.tolist() == [0, 0, 1, 1]

@@ -12,6 +12,7 @@ from mismatch_hooks.pipeline.verify import (
     shards_complete,
     switch_effective,
     verify,
+    words,
 )
 from mismatch_hooks.schema.enums import GateName, SwitchStatus
 from mismatch_hooks.schema.score import LogprobShard, Score
@@ -139,10 +140,10 @@ def test_an_other_side_that_nobody_looked_at_fails_the_gate() -> None:
     )
 
 
-@pytest.mark.parametrize("key", list(passes()), ids=lambda key: f"{key[0].value} {key[1].value}")
+@pytest.mark.parametrize("key", list(passes()), ids=lambda key: f"{key[0].value} {words(key[1])}")
 def test_a_pass_that_never_arrived_fails_switch_and_evidence(key: PassKey) -> None:
     fewer = {other: found for other, found in passes().items() if other != key}
-    sentence = f"No pass of {key[0].value} with {key[1].value} bound arrived."
+    sentence = f"No pass of {key[0].value} with {words(key[1])} bound arrived."
     assert switch_effective(ROPE, fewer, other_side()).reason == sentence
     assert (evidence_complete(ROPE, fewer).ok, evidence_complete(ROPE, fewer).reason) == (False, sentence)
 

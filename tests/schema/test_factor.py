@@ -1,10 +1,19 @@
 """Declarations are refused where they are made."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from mismatch_hooks.schema.enums import FactorCategory, PolicyRole, ReferenceAuthority
+from mismatch_hooks.schema.enums import (
+    Choice,
+    Expansion,
+    FactorCategory,
+    PolicyRole,
+    RebindCost,
+    ReferenceAuthority,
+    SettingChannel,
+)
 from mismatch_hooks.schema.factor import (
     CallSite,
     LibraryPin,
@@ -15,6 +24,9 @@ from mismatch_hooks.schema.factor import (
 )
 from mismatch_hooks.schema.freeze import FrozenMapping, SchemaError
 
+FP32 = ReferenceImplementation(
+    name="fp32", authority=ReferenceAuthority.SELF_WRITTEN, covers_paths=(), verified_on="CPU"
+)
 SITES = (CallSite(role=PolicyRole.ROLLOUT, name="r"), CallSite(role=PolicyRole.TRAINING, name="t"))
 
 
@@ -24,7 +36,7 @@ def _factor(**changes: Any) -> MismatchFactor:
         "category": FactorCategory.KERNEL_IMPLEMENTATION,
         "question": "?",
         "switch": Switch(path="operator.rope", allowed=("native", "reference")),
-        "references": (),
+        "references": (FP32,),
         "call_sites": SITES,
     }
     return MismatchFactor(**{**fields, **changes})
@@ -78,16 +90,62 @@ def test_a_reference_pins_every_package_that_it_needs() -> None:
         pytest.param(("native", "reference", "native"), id="one of three twice"),
     ],
 )
-def test_a_switch_needs_two_different_values(allowed: tuple[object, ...]) -> None:
+def test_a_switch_needs_two_different_values(allowed: tuple[str, ...]) -> None:
     with pytest.raises(SchemaError, match=r"^Switch operator\.rope: allowed is .*; a switch needs two or more values"):
         Switch(path="operator.rope", allowed=allowed)
 
 
 def test_the_values_of_a_switch_are_a_frozen_snapshot() -> None:
-    values: Any = ["native", ["a", "b"]]
+    values: Any = ["native", "a", 2]
     switch = Switch(path="p", allowed=values)
     values.append("later")
-    assert switch.allowed == ("native", ("a", "b"))
+    assert switch.allowed == ("native", "a", 2)
+
+
+def test_the_first_value_of_a_switch_is_native() -> None:
+    with pytest.raises(SchemaError, match=r"^Switch p: the first value is 1; accepts 'native' there\.$"):
+        Switch(path="p", allowed=(1, 2))
+
+
+SWEEP: dict[str, Any] = {
+    "expansion": Expansion.VALUE_SWEEP,
+    "switch": Switch(path="p", allowed=("native", 1, "whole"), roles=(PolicyRole.TRAINING,)),
+    "references": (),
+}
+
+
+def test_a_sweep_has_a_baseline_arm_and_one_arm_for_each_value() -> None:
+    factor = _factor(**SWEEP)
+    assert factor.arms == {
+        "native": {PolicyRole.ROLLOUT: Choice.NATIVE, PolicyRole.TRAINING: Choice.NATIVE},
+        "training=1": {PolicyRole.ROLLOUT: Choice.NATIVE, PolicyRole.TRAINING: 1},
+        "training=whole": {PolicyRole.ROLLOUT: Choice.NATIVE, PolicyRole.TRAINING: "whole"},
+    }
+    assert factor.passes == ((PolicyRole.TRAINING, 1), (PolicyRole.TRAINING, "whole"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        pytest.param({"references": ()}, "four arms need a reference, the values", id="four arms without a reference"),
+        pytest.param(
+            {"switch": Switch(path="p", allowed=("native", "reference"), roles=(PolicyRole.TRAINING,))},
+            "four arms need a reference, the values",
+            id="four arms on one side",
+        ),
+        pytest.param({**SWEEP, "references": (FP32,)}, "value_sweep has no use for references", id="a sweep with one"),
+    ],
+)
+def test_arms_and_references_fit_each_other(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(SchemaError, match=f"^attention\\.rope_fusion: {sentence}"):
+        _factor(**changes)
+
+
+def test_only_what_is_bound_in_the_live_models_needs_an_adapter() -> None:
+    live = _factor()
+    an_argument = _factor(**SWEEP | {"switch": replace(SWEEP["switch"], channel=SettingChannel.SCORING_PASS)})
+    offline = _factor(**SWEEP | {"switch": replace(SWEEP["switch"], rebind_cost=RebindCost.ENGINE_REBUILD)})
+    assert [live.needs_adapter, an_argument.needs_adapter, offline.needs_adapter] == [True, False, False]
 
 
 @pytest.mark.parametrize("name", ["rope", "a.b.c", "", "attention.", ".rope", "attention.Rope", "a b.c", "1a.b"])
@@ -106,8 +164,8 @@ def test_a_factor_knows_its_operator() -> None:
 def test_every_role_of_the_switch_needs_a_call_site() -> None:
     with pytest.raises(SchemaError, match=r"^attention\.rope_fusion: no call site for training; every role"):
         _factor(call_sites=SITES[:1])
-    one_sided = Switch(path="p", allowed=(1, 2), roles=(PolicyRole.ROLLOUT,))
-    assert _factor(switch=one_sided, call_sites=SITES[:1]).switch.roles == (PolicyRole.ROLLOUT,)
+    one_sided = replace(SWEEP["switch"], roles=(PolicyRole.ROLLOUT,))
+    assert _factor(**{**SWEEP, "switch": one_sided}, call_sites=SITES[:1]).switch.roles == (PolicyRole.ROLLOUT,)
 
 
 def test_prerequisites_are_frozen_and_know_one_kind_of_device() -> None:

@@ -137,11 +137,11 @@ def test_a_sequence_that_cannot_be_scored_is_refused(prompt: Any, mask: Any, sen
         ScoringSequence(prompt_token_ids=prompt, response_token_ids=(2, 3), response_mask=mask)
 
 
-def test_a_binding_names_the_factors_on_their_reference_in_order() -> None:
+def test_a_binding_names_the_factors_that_are_not_native_in_order() -> None:
     binding = Binding(
         role=PolicyRole.ROLLOUT, choices={"b.b": Choice.REFERENCE, "c.c": Choice.NATIVE, "a.a": Choice.REFERENCE}
     )
-    assert binding.references == ("a.a", "b.b")
+    assert binding.bound == ("a.a", "b.b")
 
 
 def test_a_setting_that_was_not_read_equals_nothing() -> None:

@@ -11,6 +11,12 @@ from mismatch_hooks.sinks.event import Event
 from tests.sinks.samples import alert, verdict
 
 
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is cut off depends on the terminal, and a worker process may have a narrow one or none."""
+    monkeypatch.setenv("COLUMNS", "100")
+
+
 def shown(capsys: pytest.CaptureFixture[str], *events: Event) -> str:
     sink = ConsoleSink()
     for event in events:

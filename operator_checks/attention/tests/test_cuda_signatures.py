@@ -1,7 +1,7 @@
 """The CUDA references are called as the pinned packages declare them.
 
 Neither package imports without a GPU, so their source is read from the wheels, and the calls are read from
-``adapter.py`` itself: a call that changes is checked as it is, not as it was.
+``rope_sites.py`` itself: a call that changes is checked as it is, not as it was.
 """
 
 import ast
@@ -18,16 +18,16 @@ WHEELS = Path(__file__).resolve().parents[3] / ".cuda-signatures"
 PINS = {pin.package: pin.version for reference in FACTOR.references for pin in reference.pins}
 
 
-def _adapter() -> ast.Module:
-    spec = find_spec("mismatch_hooks.operator_checks.attention.adapter")
+def _wiring() -> ast.Module:
+    spec = find_spec("mismatch_hooks.operator_checks.attention.rope_sites")
     assert spec is not None and spec.origin is not None
     return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
 
 
 def _calls() -> list[tuple[str, str, ast.Call]]:
-    """Module, function and call of everything that the adapter calls of the two packages."""
+    """Module, function and call of everything that the wiring calls of the two packages."""
     found = []
-    for builder in (node for node in ast.walk(_adapter()) if isinstance(node, ast.FunctionDef)):
+    for builder in (node for node in ast.walk(_wiring()) if isinstance(node, ast.FunctionDef)):
         imported = {
             alias.asname or alias.name: (node.module, alias.name)
             for node in builder.body
@@ -67,7 +67,7 @@ def _signature(module: str, function: str) -> inspect.Signature:
     return inspect.Signature(parameters)
 
 
-def test_the_adapter_calls_one_function_of_each_package() -> None:
+def test_the_wiring_calls_one_function_of_each_package() -> None:
     assert sorted((module, function) for module, function, _ in _calls()) == [
         ("flashinfer.rope", "apply_rope_with_cos_sin_cache"),
         ("transformer_engine.pytorch.attention.rope", "apply_rotary_pos_emb"),
@@ -88,7 +88,7 @@ def test_a_keyword_that_the_package_does_not_have_would_be_refused() -> None:
         signature.bind(positions=0, query=0, key=0, head_dim=0, cos_sin_cache=0, is_neox=True)
 
 
-def test_the_keywords_mean_what_the_adapter_passes() -> None:
+def test_the_keywords_mean_what_the_wiring_passes() -> None:
     """The values that are constants in the calls: halves rotated, not interleaved pairs, in Megatron's layout."""
     constants = {
         keyword.arg: keyword.value.value

@@ -3,29 +3,15 @@
 from collections.abc import Iterator
 
 import pytest
-import torch
+
+from tests.tiny_engines import megatron_of_one_rank
 
 
 @pytest.fixture(scope="module")
 def megatron() -> Iterator[None]:
-    """megatron-core set up for one rank, with the two host shims that a machine without CUDA needs."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import random as megatron_random
-
-    before = torch.cuda.current_device
-    tracker = megatron_random._CUDA_RNG_STATE_TRACKER, megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED
-    # The rotary table asks where to live, and attention forks the CUDA stream for its dropout, on any host.
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
-    megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
-    megatron_random.initialize_rng_tracker(inference_rng_tracker=True)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-    megatron_random._CUDA_RNG_STATE_TRACKER, megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = tracker
-    torch.cuda.current_device = before
+    """megatron-core set up for one rank."""
+    with megatron_of_one_rank():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from mismatch_hooks.integrations.megatron import MegatronBackend
-from mismatch_hooks.live.registry import Registry
 from mismatch_hooks.pipeline.bind import BindingError, PatchSite, RestoreError
 from mismatch_hooks.schema.enums import Choice, PolicyRole, RebindCost, SwitchStatus
 from mismatch_hooks.schema.score import Binding, CallCount, Score
 from tests.integrations.megatron.tiny_gpt import LLAMA, build_model, sequences
+from tests.planted_registry import planted_registry
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("megatron")]
 
@@ -47,12 +47,13 @@ class Adapter:
             )
         ]
 
+    def parameters(self, factor: str, shape: Any) -> Mapping[str, object]:
+        return {}
+
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    factors: Any = dict.fromkeys((ROPE, BROKEN, NOWHERE))
-    fake = Registry(factors=factors, adapters={})
-    monkeypatch.setattr(Registry, "adapter", lambda self, factor: Adapter())
+    fake = planted_registry((ROPE, BROKEN, NOWHERE), Adapter())
     monkeypatch.setattr("mismatch_hooks.integrations.megatron.backend.load_registry", lambda: fake)
     yield
 
@@ -184,7 +185,8 @@ def test_a_second_binding_waits_for_the_first() -> None:
         ),
         pytest.param(
             Binding(role=PolicyRole.TRAINING, choices={"test.nothing": Choice.NATIVE}),
-            "no factor 'test.nothing' is registered; known: test.rope, test.broken, test.nowhere.",
+            "no factor test.nothing is registered on the training side; registered: test.rope, test.broken, "
+            "test.nowhere.",
             id="unknown factor",
         ),
         pytest.param(
@@ -203,7 +205,7 @@ def test_a_binding_that_does_not_fit_is_one_sentence(wrong: Binding, sentence: s
 
 def test_operators_switch_live_and_layouts_do_not() -> None:
     capabilities = MegatronBackend(build_model(LLAMA)).capabilities
-    assert capabilities["operator.rope.implementation"] is RebindCost.PER_REQUEST
+    assert capabilities["operator.test.rope.implementation"] is RebindCost.PER_REQUEST
     assert capabilities["training.attention_backend"] is RebindCost.ENGINE_REBUILD
     assert capabilities["parallel.tensor"] is RebindCost.PROCESS_GROUP_REBUILD
 
@@ -212,7 +214,7 @@ def test_captured_cuda_graphs_make_an_operator_cost_a_rebuild() -> None:
     model = build_model(LLAMA)
     backend = MegatronBackend(model)
     model.config.cuda_graph_impl = "local"
-    assert backend.capabilities["operator.rope.implementation"] is RebindCost.ENGINE_REBUILD
+    assert backend.capabilities["operator.test.rope.implementation"] is RebindCost.ENGINE_REBUILD
     assert backend.capabilities["parallel.tensor"] is RebindCost.PROCESS_GROUP_REBUILD
 
 

@@ -197,6 +197,14 @@ def test_what_cannot_be_scored_is_one_sentence() -> None:
         short.score(sequences((2, 2)))
 
 
+def test_a_trainer_prefills_and_refuses_any_other_path() -> None:
+    backend, (path,) = MegatronBackend(build_model(LLAMA)), (ExecutionPath.TRAINING_FULL_PREFILL,)
+    assert backend.paths == (path,)
+    assert backend.score(sequences((4, 6)), path=path).shards == backend.score(sequences((4, 6))).shards
+    with pytest.raises(ValueError, match=r"^path: got ROLLOUT_DECODE; a training engine accepts TRAINING_FULL_PREFILL"):
+        backend.score(sequences((4, 6)), path=ExecutionPath.ROLLOUT_DECODE)
+
+
 def test_what_is_no_trainer_is_refused_at_construction() -> None:
     with pytest.raises(UnsupportedTrainerError, match=r"^model: got Linear; accepts a megatron-core GPTModel"):
         MegatronBackend(torch.nn.Linear(1, 1))

@@ -5,19 +5,18 @@ Run by ``test_two_ranks.py`` as ``python -m tests.integrations.megatron.two_rank
 
 import json
 import sys
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from mismatch_hooks.integrations.megatron import MegatronBackend, ScoringTimeout, backend
-from mismatch_hooks.live.registry import Registry
 from mismatch_hooks.schema.enums import Choice, PolicyRole
 from mismatch_hooks.schema.freeze import thaw
 from mismatch_hooks.schema.score import Binding
 from tests.integrations.megatron.test_binding import ROPE, Adapter
 from tests.integrations.megatron.tiny_gpt import LLAMA, build_model, sequences
+from tests.planted_registry import planted_registry
 
 
 def main(rank: int, store: str) -> None:
@@ -27,10 +26,8 @@ def main(rank: int, store: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     parallel_state.initialize_model_parallel(2)
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
-    registry: Any = Registry(factors={ROPE: None}, adapters={})  # type: ignore[dict-item]
-    patch = pytest.MonkeyPatch()
-    patch.setattr(Registry, "adapter", lambda self, factor: Adapter())
-    patch.setattr(backend, "load_registry", lambda: registry)
+    registry = planted_registry((ROPE,), Adapter())
+    pytest.MonkeyPatch().setattr(backend, "load_registry", lambda: registry)
 
     model = build_model(LLAMA, padded_vocab=640, tensor_model_parallel_size=2)
     engine = MegatronBackend(model, shape=LLAMA, micro_batch=2)

@@ -10,12 +10,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from mismatch_hooks.integrations.vllm import WORKER_EXTENSION, VllmBackend
+from mismatch_hooks.integrations.vllm import FORCED_DECODE, WORKER_EXTENSION, VllmBackend
 from tests.tiny_models import tiny_checkpoint
 
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -24,7 +23,7 @@ GENERATION_CONFIG = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition
 
 
 def build(folder: Path, **settings: Any) -> Any:
-    """A small in-process engine with the worker extension."""
+    """A small in-process engine with everything of ours in it."""
     from vllm import LLM
 
     return LLM(
@@ -35,10 +34,11 @@ def build(folder: Path, **settings: Any) -> Any:
         max_model_len=512,
         max_num_batched_tokens=512,
         max_num_seqs=16,
+        kv_cache_memory_bytes=64 * 2**20,  # the default of 1 GB an engine would be touched, and all engines stay
         disable_log_stats=True,
         use_tqdm_on_load=False,
         worker_extension_cls=WORKER_EXTENSION,
-        **settings,
+        **{"logits_processors": [FORCED_DECODE], **settings},
     )
 
 

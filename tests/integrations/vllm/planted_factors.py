@@ -4,7 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from mismatch_hooks.live.registry import Registry
 from mismatch_hooks.pipeline.bind import PatchSite
+from tests.planted_registry import planted_registry
 
 SITE = "model.layers.*.self_attn.rotary_emb"
 
@@ -45,8 +47,7 @@ def _sites(factor: str, role: Any, model: Any, parameters: Mapping[str, object])
     return [site("_forward_method", _BUILDS[kind])]
 
 
-def registry() -> Any:
+def registry() -> Registry:
     names = [f"planted.{kind}" for kind in ("same", "unrotated", "raises", "skipped", "unbuildable")]
-    return SimpleNamespace(
-        factors=dict.fromkeys(names), broken={}, adapter=lambda factor: SimpleNamespace(sites=_sites)
-    )
+    adapter: Any = SimpleNamespace(sites=_sites)
+    return planted_registry(names, adapter)

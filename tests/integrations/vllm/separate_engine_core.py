@@ -10,9 +10,9 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from mismatch_hooks.integrations.vllm import WORKER_EXTENSION, VllmBackend
+from mismatch_hooks.integrations.vllm import FORCED_DECODE, WORKER_EXTENSION, VllmBackend
 from mismatch_hooks.integrations.vllm.weights import digest
-from mismatch_hooks.schema.enums import Choice, PolicyRole
+from mismatch_hooks.schema.enums import Choice, ExecutionPath, PolicyRole
 from mismatch_hooks.schema.freeze import thaw
 from mismatch_hooks.schema.score import Binding, ScoringSequence
 
@@ -30,9 +30,11 @@ def main(folder: Path, scratch: Path) -> dict[str, Any]:
         enforce_eager=True,
         max_model_len=512,
         max_num_batched_tokens=512,
+        kv_cache_memory_bytes=64 * 2**20,
         disable_log_stats=True,
         use_tqdm_on_load=False,
         worker_extension_cls=WORKER_EXTENSION,
+        logits_processors=[FORCED_DECODE],
     )
     backend = VllmBackend(llm)
     sampling = SamplingParams(max_tokens=8, temperature=1.0, seed=1, logprobs=0, detokenize=False, ignore_eos=True)
@@ -52,6 +54,7 @@ def main(folder: Path, scratch: Path) -> dict[str, Any]:
         "rope": backend.read_back().effective("operator.rope.implementation"),
         "digests": backend.weights_digest().tensors == {name: digest(tensor) for name, tensor in checkpoint.items()},
         "native": thaw(backend.score(batch).shards),
+        "decoded": thaw(backend.score(batch, path=ExecutionPath.ROLLOUT_DECODE)),
     }
     with backend.bind(Binding(role=PolicyRole.ROLLOUT, choices={FACTOR: Choice.REFERENCE}, parameters={FACTOR: ROPE})):
         found["bound_rope"] = backend.read_back().effective("operator.rope.implementation")

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.engine
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mismatch_hooks.integrations.vllm.worker.load_registry", registry)
+    monkeypatch.setattr("mismatch_hooks.integrations.vllm.backend.load_registry", registry)
 
 
 def sequence(prompt: int, response: int = 20) -> ScoringSequence:

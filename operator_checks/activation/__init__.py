@@ -1,0 +1,1 @@
+"""Checks of the gated activation between the two products of the MLP."""

@@ -1,0 +1,1 @@
+"""Checks of the embedding lookup, where a token id becomes the first hidden state."""

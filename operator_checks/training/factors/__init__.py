@@ -1,0 +1,1 @@
+"""Declarations; the file is named after the last segment of the factor's id."""

@@ -1,0 +1,1 @@
+"""Are the two sides' weights really the same?"""

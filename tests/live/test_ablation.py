@@ -1,0 +1,123 @@
+"""One ablation over fake engines: which passes run, what is not reached, and what each origin concludes."""
+
+from typing import Any
+
+import pytest
+
+from mismatch_hooks.live.ablation import AblationResult, CapturedBatch, ablate
+from mismatch_hooks.live.registry import load_registry
+from mismatch_hooks.pipeline.plan import plan
+from mismatch_hooks.schema.enums import Choice, Diagnosis, NoiseFloor, Origin, PlanOutcome, PolicyRole
+from mismatch_hooks.schema.plan import Candidate
+from mismatch_hooks.schema.score import ScoringSequence, WeightsDigest
+from tests.fake_engines import FACTOR, FakeEngine
+from tests.live.test_hooks import SHAPE
+
+ROLLOUT, TRAINING = PolicyRole.ROLLOUT, PolicyRole.TRAINING
+SEQUENCES = tuple(
+    ScoringSequence(
+        prompt_token_ids=(1,),
+        response_token_ids=tuple((row * 40 + i) % 97 for i in range(40)),
+        response_mask=(True,) * 40,
+    )
+    for row in range(12)
+)
+
+
+def _candidate(name: str) -> Candidate:
+    factor = load_registry().factors[name]
+    reference = factor.references[-1] if factor.references else None
+    return Candidate(factor=factor, outcome=PlanOutcome.PLANNED, reference=reference, reason="")
+
+
+def _weights(rollout: str, training: str) -> dict[PolicyRole, WeightsDigest]:
+    return {
+        role: WeightsDigest(role=role, version="1", tensors={"a": "1", "b": digest})
+        for role, digest in ((ROLLOUT, rollout), (TRAINING, training))
+    }
+
+
+def _sides(**errors: Any) -> tuple[FakeEngine, FakeEngine]:
+    return FakeEngine(side=ROLLOUT, **errors), FakeEngine(side=TRAINING, **errors)
+
+
+def _ablate(
+    sides: tuple[FakeEngine, FakeEngine], *factors: str, origin: Origin = Origin.NATIVE, **changes: Any
+) -> AblationResult:
+    rollout, training = sides
+    batch = CapturedBatch(
+        sequences=SEQUENCES,
+        rollout_logprobs=[rollout.logprobs(one, Choice.NATIVE) for one in SEQUENCES],
+        training_logprobs=[training.logprobs(one, Choice.NATIVE) for one in SEQUENCES],
+        epsilon_low=0.2,
+        epsilon_high=0.2,
+        weights=changes.pop(
+            "weights", {side: WeightsDigest(role=side, version="1", tensors={"a": "1"}) for side in PolicyRole}
+        ),
+    )
+    return ablate(
+        plan([_candidate(name) for name in factors], origin=origin),
+        batch,
+        engines={ROLLOUT: rollout, TRAINING: training},
+        registry=load_registry(),
+        shape=SHAPE,
+        noise_floor=NoiseFloor.PRODUCTION,
+        pitfalls=(),
+        fingerprint="f",
+        timeout_s=10.0,
+        **changes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("rollout_error", "training_error", "expected"),
+    [
+        pytest.param(0.05, 0.0, Diagnosis.CAUSED_BY_ROLLOUT_SIDE, id="rollout departs"),
+        pytest.param(0.0, 0.05, Diagnosis.CAUSED_BY_TRAINING_SIDE, id="training departs"),
+        pytest.param(0.05, 0.05, Diagnosis.CAUSED_BY_BOTH_SIDES, id="both depart"),
+        pytest.param(0.0, 0.0, Diagnosis.NOT_THIS_FACTOR, id="neither departs"),
+    ],
+)
+def test_from_aligned_the_factor_is_given_back_to_native(
+    rollout_error: float, training_error: float, expected: Diagnosis
+) -> None:
+    sides = (
+        FakeEngine(side=ROLLOUT, native_error=rollout_error),
+        FakeEngine(side=TRAINING, native_error=training_error),
+    )
+    result = _ablate(sides, FACTOR, origin=Origin.ALIGNED)
+    (verdict,) = result.verdicts
+    assert verdict.diagnosis is expected
+    assert all(gate.ok for gate in verdict.gates)
+    # The aligned pass and the native one of each role, and the aligned one again as the proof of restoration.
+    assert (result.passes, verdict.passes) == (6, 4)
+
+
+def test_from_aligned_something_that_no_factor_covers_breaks_the_reference() -> None:
+    sides = _sides(native_error=0.05, other_error=0.01)
+    (verdict,) = _ablate(sides, FACTOR, origin=Origin.ALIGNED).verdicts
+    assert verdict.diagnosis is Diagnosis.REFERENCE_ITSELF_IS_BROKEN
+
+
+def test_contents_are_judged_without_a_pass_and_name_the_tensors() -> None:
+    (verdict,) = _ablate(_sides(), "weights.sync", weights=_weights("1", "2")).verdicts
+    assert (verdict.diagnosis, verdict.passes) == (Diagnosis.CAUSED_BY_ROLLOUT_SIDE, 0)
+    assert "1 of 2 tensors were not updated" in verdict.reason and "(b)" in verdict.reason
+
+
+def test_a_tensor_that_could_not_be_read_is_neither_equal_nor_different() -> None:
+    (verdict,) = _ablate(_sides(), "weights.sync", weights=_weights("unobservable: packed", "2")).verdicts
+    assert verdict.diagnosis is Diagnosis.INSUFFICIENT_EVIDENCE
+    assert verdict.reason == "Not every tensor was read: b on rollout (packed)."
+
+
+def test_a_factor_for_which_no_time_is_left_is_named_and_the_first_one_always_runs() -> None:
+    result = _ablate(_sides(), FACTOR, "weights.sync", budget_s=0.0)
+    assert [verdict.factor for verdict in result.verdicts] == [FACTOR]
+    assert result.not_reached == ("weights.sync",)
+
+
+def test_the_next_plan_starts_with_what_was_not_reached() -> None:
+    made = plan([_candidate(name) for name in (FACTOR, "rollout.batch_size", "weights.sync")], origin=Origin.NATIVE)
+    again = made.starting_with(("weights.sync",))
+    assert [case.factor.id for case in again.cases] == ["weights.sync", FACTOR, "rollout.batch_size"]

@@ -7,9 +7,10 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
+from enum import Enum
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 WRONG_CALL = 2
 EVENTS = "events.jsonl"
+
+_Member = TypeVar("_Member", bound=Enum)
 
 app = typer.Typer(
     name="mismatch-hooks",
@@ -92,6 +95,59 @@ def tail(
         _print_json(summary.to_plain())
     else:
         write(render_summary(summary))
+
+
+@app.command("list")
+def list_(
+    operator: Annotated[str | None, typer.Option(help="Only this operator's factors.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
+) -> None:
+    """List the factors: what each asks, its switch, what it costs, and whether it can run here."""
+    from mismatch_hooks.live.overview import list_factors
+    from mismatch_hooks.live.registry import load_registry
+
+    document = list_factors(load_registry(), operator=operator)
+    _print(document, "render_factors", as_json=as_json)
+
+
+@app.command()
+def plan(
+    operator: Annotated[str | None, typer.Option(help="Only this operator's factors.")] = None,
+    factor: Annotated[str | None, typer.Option(help="Only this factor; an id or a glob.")] = None,
+    origin: Annotated[str, typer.Option(help="native or aligned.")] = "native",
+    noise_floor: Annotated[str, typer.Option(help="How noisy the run is.")] = "production",
+    model_family: Annotated[str, typer.Option(help="dense, moe or large_moe.")] = "dense",
+    model: Annotated[Path | None, typer.Option(help="A model's folder, to read its traits from.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
+) -> None:
+    """Show the arms that an ablation would run, in order, with their passes, and what is left out and why."""
+    from mismatch_hooks.live.overview import plan_factors
+    from mismatch_hooks.live.registry import load_registry
+    from mismatch_hooks.schema.enums import ModelFamily, NoiseFloor, Origin
+
+    document = plan_factors(
+        load_registry(),
+        operator=operator,
+        factor=factor,
+        origin=_member(Origin, origin, "--origin"),
+        noise_floor=_member(NoiseFloor, noise_floor, "--noise-floor"),
+        family=_member(ModelFamily, model_family, "--model-family"),
+        model=model,
+    )
+    _print(document, "render_plan", as_json=as_json)
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
+) -> None:
+    """Check engines, versions, environment and plugins, and name the fix for each miss; 1 when something is missing."""
+    from mismatch_hooks.live.overview import examine_host
+    from mismatch_hooks.live.registry import load_registry
+
+    document = examine_host(load_registry())
+    _print(document, "render_host", as_json=as_json)
+    raise typer.Exit(0 if document["ok"] else 1)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -186,6 +242,29 @@ def _shown(events: "Iterator[Event]") -> "Iterator[Event]":
         yield event
     if step is not None:
         write(render_step(step, overhead={}))
+
+
+def _member(kind: type[_Member], given: str, option: str) -> _Member:
+    from difflib import get_close_matches
+
+    from mismatch_hooks.live.recipe import CallError
+
+    known = {member.name.lower(): member for member in kind}
+    if given not in known:
+        near = get_close_matches(given, list(known), n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise CallError(f"{option}: got {given!r}; accepts {', '.join(known)}.{hint}")
+    return known[given]
+
+
+def _print(document: Mapping[str, Any], renderer: str, *, as_json: bool) -> None:
+    if as_json:
+        _print_json(document)
+        return
+    # Tables load slowly, and a reader of --json needs none.
+    from mismatch_hooks.sinks import tables
+
+    print(tables.to_text(getattr(tables, renderer)(document)), end="")
 
 
 def _print_json(document: Mapping[str, Any]) -> None:

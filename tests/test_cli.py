@@ -240,3 +240,53 @@ def test_importing_the_command_line_imports_neither_torch_nor_rich_nor_wandb() -
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=60)
     assert done.stdout == "[]\n"
+
+
+# ---- list, plan, doctor -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        pytest.param(["list"], "attention.rope_fusion", id="list"),
+        pytest.param(["plan", "--operator", "attention"], "both_reference", id="plan"),
+        pytest.param(["doctor"], "megatron-core", id="doctor"),
+    ],
+)
+def test_what_is_shown_as_a_table_is_one_document_with_json(
+    arguments: list[str], shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(arguments)
+    assert shown in capsys.readouterr().out
+    main([*arguments, "--json"])
+    assert shown in json.dumps(json.loads(capsys.readouterr().out))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        pytest.param(["list", "--operator", "nope"], "--operator: got 'nope'; registered: ", id="operator"),
+        pytest.param(["plan", "--factor", "a.b"], "no factor matches 'a.b'; registered: ", id="factor"),
+        pytest.param(
+            ["plan", "--origin", "alligned"],
+            "--origin: got 'alligned'; accepts native, aligned. Did you mean 'aligned'?",
+            id="origin",
+        ),
+        pytest.param(["plan", "--model", "/nowhere"], "/nowhere", id="model"),
+    ],
+)
+def test_a_wrong_option_is_one_sentence_and_exit_2(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert sentence in captured.err and captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_list_and_plan_load_neither_torch_nor_an_engine() -> None:
+    code = (
+        "import sys; from mismatch_hooks.cli import main; main(['plan', '--json']); main(['list', '--json']);"
+        "sys.exit(any(name.split('.')[0] in ('torch', 'vllm', 'megatron', 'wandb') for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0

@@ -183,6 +183,9 @@ class _Run:
         self._factors = [case.factor for case in plan.cases if case.factor.expansion is not Expansion.CONTENT]
         self._parameters = {case.factor.id: _parameters(case, registry, shape) for case in plan.cases}
         self._aligned = plan.origin is Origin.ALIGNED
+        # One factor that does not fit a live model must not keep the others from being bound together.
+        self.refused = {factor.id: why for factor in self._factors if (why := self._refusal(factor))}
+        self._factors = [factor for factor in self._factors if factor.id not in self.refused]
 
     def at_origin(self, factor: MismatchFactor) -> Value:
         """What a factor is bound to while another one is examined."""
@@ -197,6 +200,14 @@ class _Run:
             score = engine.score(self.batch.sequences, timeout_s=self._timeout_s)
             native = self._binding(other, dict.fromkeys(self._at_origin(other), Choice.NATIVE))
             return _Watched(score=score, other_side=self._engines[other].switch_states(native))
+
+    def _refusal(self, factor: MismatchFactor) -> str:
+        try:
+            for role in factor.switch.roles:
+                self._engines[role].switch_states(self._binding(role, {factor.id: Choice.NATIVE}))
+        except BindingError as refused:
+            return str(refused)
+        return ""
 
     def _at_origin(self, role: PolicyRole) -> dict[str, Value]:
         return {factor.id: self.at_origin(factor) for factor in self._factors if role in factor.switch.roles}
@@ -229,6 +240,8 @@ def _judge(
             rollout, training = (batch.weights[role] for role in _ROLES)
             gates = verify_content(rollout, training)
             finding = blocked(gates) or diagnose_content(rollout, training, differing_since=batch.differing_since)
+        elif factor.id in run.refused:
+            raise BindingError(run.refused[factor.id])
         else:
             passes, other_side = _passes(factor, run, before)
             gates = verify(factor, passes, other_side, batch.sequences, pitfalls)

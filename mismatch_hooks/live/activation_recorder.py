@@ -29,9 +29,7 @@ def token_digests(sequences: Sequence[ScoringSequence]) -> tuple[str, ...]:
 
 def traced_tokens(sequences: Sequence[ScoringSequence]) -> list[list[int]]:
     """Return each sequence's token ids as a traced pass goes over them: none where the response is empty."""
-    return [
-        [*one.prompt_token_ids, *one.response_token_ids] if one.response_token_ids else [] for one in sequences
-    ]
+    return [[*one.prompt_token_ids, *one.response_token_ids] if one.response_token_ids else [] for one in sequences]
 
 
 @dataclass(slots=True)

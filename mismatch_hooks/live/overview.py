@@ -88,7 +88,7 @@ def list_factors(registry: Registry, *, operator: str | None = None) -> dict[str
     return {"factors": rows, "broken": dict(registry.broken)}
 
 
-def make_overview_plan(
+def plan_factors(
     registry: Registry,
     *,
     operator: str | None,
@@ -96,11 +96,22 @@ def make_overview_plan(
     origin: Origin,
     noise_floor: NoiseFloor,
     family: ModelFamily,
-    traits: Sequence[str] | None,
+    model: Path | None,
 ) -> dict[str, Any]:
-    """Return the arms that would run, in order, with their passes, and what is left out and why."""
+    """Return the arms that would run, in order, with their passes, and what is left out and why.
+
+    Without a model's folder the plan is for a model of the family that has every trait; on live engines a factor may
+    still be refused by the model that it meets.
+
+    Raises:
+        UnknownOperatorError, UnknownFactorError: names what is registered.
+        ShapeError: the folder holds no model that is known.
+    """
+    from mismatch_hooks.model_meta.shapes import shape_from_folder
+
     factors = choose(registry, operator=operator, factor=factor)
-    here = surroundings(factors, TRAITS[family] if traits is None else traits)
+    traits = TRAITS[family] if model is None else shape_from_folder(model).traits
+    here = surroundings(factors, traits)
     made = plan(discover(factors, here), origin=origin)
     row = threshold(family, noise_floor, routing_replay=False)
     return {

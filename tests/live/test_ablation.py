@@ -6,10 +6,11 @@ import pytest
 
 from mismatch_hooks.live.ablation import AblationResult, CapturedBatch, ablate
 from mismatch_hooks.live.registry import load_registry
+from mismatch_hooks.pipeline.bind import BindingError
 from mismatch_hooks.pipeline.plan import plan
 from mismatch_hooks.schema.enums import Choice, Diagnosis, NoiseFloor, Origin, PlanOutcome, PolicyRole
 from mismatch_hooks.schema.plan import Candidate
-from mismatch_hooks.schema.score import ScoringSequence, WeightsDigest
+from mismatch_hooks.schema.score import Binding, ScoringSequence, SwitchState, WeightsDigest
 from tests.fake_engines import FACTOR, FakeEngine
 from tests.live.test_hooks import SHAPE
 
@@ -121,3 +122,16 @@ def test_the_next_plan_starts_with_what_was_not_reached() -> None:
     made = plan([_candidate(name) for name in (FACTOR, "rollout.batch_size", "weights.sync")], origin=Origin.NATIVE)
     again = made.starting_with(("weights.sync",))
     assert [case.factor.id for case in again.cases] == ["weights.sync", FACTOR, "rollout.batch_size"]
+
+
+def test_a_factor_that_does_not_fit_a_live_model_leaves_the_others_their_verdicts() -> None:
+    class Refusing(FakeEngine):
+        def switch_states(self, binding: Binding) -> tuple[SwitchState, ...]:
+            if "norm.rmsnorm" in binding.choices:
+                raise BindingError("this norm is of another kind.")
+            return super().switch_states(binding)
+
+    sides = (Refusing(side=ROLLOUT, native_error=0.05), FakeEngine(side=TRAINING))
+    refused, judged = sorted(_ablate(sides, FACTOR, "norm.rmsnorm").verdicts, key=lambda one: one.factor, reverse=True)
+    assert (refused.diagnosis, refused.reason) == (Diagnosis.VARIANT_DID_NOT_APPLY, "this norm is of another kind.")
+    assert judged.diagnosis is Diagnosis.CAUSED_BY_ROLLOUT_SIDE

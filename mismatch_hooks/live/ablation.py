@@ -80,9 +80,12 @@ class AblationResult:
     Attributes:
         verdicts: one per factor that was reached, in the order in which they ran.
         not_reached: ids of the planned factors for which no time was left, in order.
-        paths: comparisons that need no factor: ``cross_framework`` (training prefill against rollout prefill),
-            ``decode_against_prefill`` (rollout prefill against what was returned while sampling), and
-            ``training_rescore`` (the scoring forward against the loop's own forward); metric names to values.
+        paths: comparisons that need no factor, each from metric names to values. Training against live rollout is the
+            sum of two: ``cross_framework`` (training prefill against rollout prefill) and ``decode_against_prefill``
+            (rollout prefill against decode of the same tokens). Two more say whether the live values can be scored
+            again at all: ``live_against_decode`` (decode against what was returned while sampling; absent where the
+            engine cannot be made to decode given tokens, and then the live values stand for decode) and
+            ``training_rescore`` (the scoring forward against the loop's own forward).
         passes: scoring passes spent, the restoration proof included.
         seconds: wall time.
         least_seconds: what the same would have taken for its slowest factor alone.
@@ -136,6 +139,7 @@ def ablate(
     slowest = 0.0
     before = {role: run.score(role, {}) for role in _ROLES}
     try:
+        decoded = run.decode()
         for case in plan.cases:
             begun = time.perf_counter()
             if verdicts and begun - started + slowest > budget_s:
@@ -149,7 +153,7 @@ def ablate(
     return AblationResult(
         verdicts=tuple(verdicts),
         not_reached=tuple(not_reached),
-        paths=_paths({role: watched.score for role, watched in before.items()}, batch),
+        paths=_paths({role: watched.score for role, watched in before.items()}, decoded, batch),
         passes=run.passes,
         seconds=seconds,
         least_seconds=seconds - sum(verdict.seconds for verdict in verdicts) + slowest,
@@ -200,6 +204,15 @@ class _Run:
             score = engine.score(self.batch.sequences, timeout_s=self._timeout_s)
             native = self._binding(other, dict.fromkeys(self._at_origin(other), Choice.NATIVE))
             return _Watched(score=score, other_side=self._engines[other].switch_states(native))
+
+    def decode(self) -> Score | None:
+        """Let the rollout engine decode the captured tokens at the origin, if it can be made to."""
+        engine = self._engines[PolicyRole.ROLLOUT]
+        if ExecutionPath.ROLLOUT_DECODE not in engine.paths:
+            return None
+        with engine.bind(self._binding(PolicyRole.ROLLOUT, self._at_origin(PolicyRole.ROLLOUT))):
+            self.passes += 1
+            return engine.score(self.batch.sequences, path=ExecutionPath.ROLLOUT_DECODE, timeout_s=self._timeout_s)
 
     def _refusal(self, factor: MismatchFactor) -> str:
         try:
@@ -316,7 +329,9 @@ def _prove_restored(run: _Run, before: Mapping[PolicyRole, _Watched]) -> None:
             )
 
 
-def _paths(native: Mapping[PolicyRole, Score], batch: CapturedBatch) -> dict[str, dict[str, float]]:
+def _paths(
+    native: Mapping[PolicyRole, Score], decoded: Score | None, batch: CapturedBatch
+) -> dict[str, dict[str, float]]:
     prefill = response_logprobs(native[PolicyRole.ROLLOUT], batch.sequences)
     training = response_logprobs(native[PolicyRole.TRAINING], batch.sequences)
     masks = [sequence.response_mask for sequence in batch.sequences]
@@ -329,11 +344,14 @@ def _paths(native: Mapping[PolicyRole, Score], batch: CapturedBatch) -> dict[str
         )
         return dict(state.finalize())
 
-    return {
+    live = batch.rollout_logprobs
+    decode = live if decoded is None else response_logprobs(decoded, batch.sequences)
+    paths = {
         "cross_framework": compared(training, prefill),
-        "decode_against_prefill": compared(prefill, batch.rollout_logprobs),
+        "decode_against_prefill": compared(prefill, decode),
         "training_rescore": compared(training, batch.training_logprobs),
     }
+    return paths if decoded is None else paths | {"live_against_decode": compared(decode, live)}
 
 
 __all__ = ["AblationResult", "CapturedBatch", "NotRestoredError", "RestoreError", "ablate"]

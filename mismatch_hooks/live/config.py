@@ -46,7 +46,7 @@ class HooksConfig(_Section):
     ablate_every: Annotated[int, Field(ge=0)] = 20  # steps; 0 = capture and metrics only
     sample_sequences: Annotated[int, Field(ge=1)] = 16  # sequences re-scored in an ablation; 10 or more can accuse
     time_budget: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 0.05  # share of wall time for ablation
-    origin: Literal["native"] = "native"  # what every other factor is bound to
+    origin: Literal["native", "aligned"] = "native"  # what every other factor is bound to while one is examined
     factors: Literal["all"] | tuple[str, ...] = "all"  # ids or globs
     model_family: Literal["dense", "moe", "large_moe"] = "dense"
     noise_floor: Literal["production"] = "production"

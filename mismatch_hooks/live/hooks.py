@@ -100,7 +100,8 @@ class MismatchHooks:
         self._rank, self._world_size, self._gather = rank, world_size, gather
         self._noise_floor = NoiseFloor[self._config.noise_floor.upper()]
         self._registry = load_registry()
-        self._plan = make_plan(self._config.factors, self._registry, self._engines, self._shape, Origin.NATIVE)
+        origin = Origin(self._config.origin)
+        self._plan = make_plan(self._config.factors, self._registry, self._engines, self._shape, origin)
         self._no_ablation = "" if world_size == 1 else f"the trainer has {world_size} ranks; ablation runs on one"
         self._cadence = Cadence(every=self._config.ablate_every, budget=self._config.time_budget)
         self._weights = WeightsWatch(self._engines, layers=shape.layers)

@@ -125,6 +125,8 @@ def render_verdict(verdict: Mapping[str, Any], *, step: int | None = None) -> Re
         after.add_row(f"gate {name}", Text.assemble(mark, f"  {gate['reason']}"))
     if verdict.get("recommendation"):
         after.add_row("do", Text(verdict["recommendation"], style="bold"))
+    if verdict.get("paths"):
+        after.add_row("paths", _paths(verdict["paths"]))
     after.add_row("spent", _spent(verdict))
     return Panel(Group(*parts, "", after), title=Text(title), title_align="left", padding=(0, 1))
 
@@ -233,8 +235,14 @@ def render_summary(summary: RunningSummary) -> RenderableType:
     for verdict in summary.verdicts.values():
         parts += ["", _verdict_in_short(verdict)]
     rest = _facts()
+    offline = [str(left["factor"]) for left in summary.left_out if left["outcome"] == "not_switchable_in_process"]
     for left in summary.left_out:
-        rest.add_row(Text(str(left["factor"])), f"{_words(left['outcome'])}: {left['reason']}")
+        if left["factor"] not in offline:
+            rest.add_row(Text(str(left["factor"])), f"{_words(left['outcome'])}: {left['reason']}")
+    if offline:
+        rest.add_row("not live", Text(f"{', '.join(offline)}: `mismatch-hooks plan` says what each would cost"))
+    if summary.not_reached:
+        rest.add_row("not reached", Text(f"{', '.join(summary.not_reached)}: the next ablation starts with them"))
     if summary.ablation_off:
         rest.add_row("no ablation", Text(summary.ablation_off, style="yellow"))
     for alert in summary.alerts.values():
@@ -325,6 +333,12 @@ def _change(effect: Mapping[str, Any] | None) -> str:
         return ""
     low, high = effect["interval"]
     return f"{effect['dlogp_change']:+.4f} [{low:+.4f}, {high:+.4f}]"
+
+
+def _paths(paths: Mapping[str, Mapping[str, Any]]) -> str:
+    terms = ("cross_framework", "decode_against_prefill")
+    known = [f"{_words(term)} {figure(paths[term].get('dlogp_mean'))}" for term in terms if term in paths]
+    return f"mean |dlogp| {', '.join(known)}"
 
 
 def _spent(verdict: Mapping[str, Any]) -> str:

@@ -26,6 +26,7 @@ class RunningSummary:
         overhead: the latest overhead metrics.
         verdicts: the latest verdict of each factor and origin, with its step.
         left_out: factors that are not examined, with the reason.
+        not_reached: factors for which the latest ablation had no time left.
         ablation_off: why no ablation runs; empty while they do.
         differences: settings that differ between the sides, from the latest readback.
         alerts: the latest event of each kind of alert, with its step.
@@ -43,6 +44,7 @@ class RunningSummary:
     overhead: dict[str, Any] = field(default_factory=dict)
     verdicts: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     left_out: list[dict[str, Any]] = field(default_factory=list)
+    not_reached: list[str] = field(default_factory=list)
     ablation_off: str = ""
     differences: list[dict[str, Any]] = field(default_factory=list)
     alerts: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -58,6 +60,7 @@ class RunningSummary:
                 self.state = payload.get("state", "started")
                 plan, ablation = payload.get("plan", {}), payload.get("ablation", {})
                 self.left_out = thaw(plan.get("left_out", self.left_out))
+                self.not_reached = thaw(ablation.get("not_reached", self.not_reached))
                 self.ablation_off = ablation.get("off", plan.get("off", self.ablation_off))
                 self.errors |= thaw(payload.get("errors", {}))
                 self.missing |= thaw(payload.get("missing", {}))
@@ -72,6 +75,7 @@ class RunningSummary:
                 self.overhead = thaw(payload.get("metrics", {}))
             case "verdict":
                 key = (str(payload["factor"]), str(payload["origin"]))
+                self.not_reached = thaw(payload.get("not_reached", ()))
                 self.verdicts[key] = {"step": event.step} | thaw(payload)
             case "readback":
                 self.differences = thaw(payload.get("differences", ()))
@@ -91,6 +95,7 @@ class RunningSummary:
             "overhead": self.overhead,
             "verdicts": list(self.verdicts.values()),
             "left_out": self.left_out,
+            "not_reached": self.not_reached,
             "ablation_off": self.ablation_off,
             "differences": self.differences,
             "alerts": list(self.alerts.values()),

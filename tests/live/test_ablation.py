@@ -90,8 +90,24 @@ def test_from_aligned_the_factor_is_given_back_to_native(
     (verdict,) = result.verdicts
     assert verdict.diagnosis is expected
     assert all(gate.ok for gate in verdict.gates)
-    # The aligned pass and the native one of each role, and the aligned one again as the proof of restoration.
-    assert (result.passes, verdict.passes) == (6, 4)
+    # The aligned pass and the native one of each role, the aligned one again as the proof, and one that decodes.
+    assert (result.passes, verdict.passes) == (7, 4)
+
+
+def test_the_two_terms_of_the_difference_are_reported_apart_and_add_up() -> None:
+    result = _ablate(_sides(native_error=0.05), FACTOR)
+    assert sorted(result.paths) == [
+        "cross_framework",
+        "decode_against_prefill",
+        "live_against_decode",
+        "training_rescore",
+    ]
+    # A fake engine decodes as it prefills, and scores as it sampled.
+    assert result.paths["cross_framework"]["dlogp_mean"] > 0.0
+    assert all(
+        result.paths[term]["bitwise_fraction"] == 1.0
+        for term in ("decode_against_prefill", "live_against_decode", "training_rescore")
+    )
 
 
 def test_from_aligned_something_that_no_factor_covers_breaks_the_reference() -> None:

@@ -110,8 +110,8 @@ def test_a_wrong_type_or_value_is_refused(key: str, given: Any, sentence: str) -
 @pytest.mark.parametrize(
     ("key", "given", "sentence"),
     [
-        pytest.param("origin", "natve", "accepts native. Did you mean 'native'?", id="near"),
-        pytest.param("origin", "aligned", "accepts native.", id="far"),
+        pytest.param("origin", "natve", "accepts native, aligned. Did you mean 'native'?", id="near"),
+        pytest.param("origin", "both", "accepts native, aligned.", id="far"),
         pytest.param("model_family", "mo", "accepts dense, moe, large_moe. Did you mean 'moe'?", id="one of three"),
         pytest.param("noise_floor", "single_layer_anchor", "accepts production.", id="a floor that cannot be chosen"),
     ],

@@ -17,7 +17,9 @@ def separate(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_capture_readback_and_the_four_arms_work_across_processes(separate: Run) -> None:
     assert separate.exit_code == 0, separate.stderr
     assert [step["metrics"]["token_coverage"] for step in separate.events("step")] == [1.0, 1.0]
-    (verdict,) = separate.events("verdict")
+    verdicts = {verdict["factor"]: verdict for verdict in separate.events("verdict")}
+    assert all(gate["ok"] for verdict in verdicts.values() for gate in verdict["gates"].values())
+    verdict = verdicts["attention.rope_fusion"]
     assert {name: gate["ok"] for name, gate in verdict["gates"].items()} == {
         "switch_effective": True,
         "evidence_complete": True,

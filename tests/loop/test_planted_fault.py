@@ -28,9 +28,9 @@ def test_the_alert_opens_at_the_planted_step(planted: Run) -> None:
 
 
 def test_the_alert_brings_an_ablation_forward_and_the_verdict_accuses_rope_on_rollout(planted: Run) -> None:
-    (verdict, *_) = [verdict for verdict in planted.events("verdict") if verdict["step"] > STEP]
-    assert verdict["step"] == STEP + 1
-    assert (verdict["factor"], verdict["diagnosis"]) == ("attention.rope_fusion", "caused_by_rollout_side")
+    rope = [verdict for verdict in planted.events("verdict") if verdict["factor"] == "attention.rope_fusion"]
+    (verdict, *_) = [verdict for verdict in rope if verdict["step"] > STEP]
+    assert (verdict["step"], verdict["diagnosis"]) == (STEP + 1, "caused_by_rollout_side")
     assert "rollout" in verdict["recommendation"]
 
 

@@ -11,12 +11,6 @@ from mismatch_hooks.sinks.event import Event
 from tests.sinks.samples import alert, verdict
 
 
-@pytest.fixture(autouse=True)
-def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is cut off depends on the terminal, and a worker process may have a narrow one or none."""
-    monkeypatch.setenv("COLUMNS", "100")
-
-
 def shown(capsys: pytest.CaptureFixture[str], *events: Event) -> str:
     sink = ConsoleSink()
     for event in events:
@@ -103,7 +97,7 @@ def test_the_closing_summary_has_metrics_verdicts_errors_missing_steps_and_paths
         "insufficient evidence  (from native, step 1)",
         "gates ok               switch_effective, evidence_complete, shards_complete",
         "gate BLOCKED           pitfalls_clear: 0 of 28 calls ran",
-        "not switchable in process: engine rebuild",
+        "attention.backend: `mismatch-hooks plan` says what",
         "1.23% of the run's time, ablation 10.4%",
         "sink wandb: 3 errors, kept from the run",
         "steps 3–5, 9 in wandb",

@@ -85,24 +85,22 @@ def test_a_row_of_the_trainer_is_the_pure_reference_of_its_sequence_alone(engine
 
 @dataclass(slots=True)
 class Seen:
-    """What one attention layer attended to, by slot of its cache.
+    """What one attention layer attended to.
 
     Attributes:
-        states: slot to key and value.
-        rows: queries of one sequence in one forward, what came out, and the slots of all tokens so far.
+        states: slot of the cache to its key and value, as they were handed over.
+        rows: per sequence and forward: its new queries, all its keys, all its values, and what came out.
     """
 
     states: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    rows: list[tuple[Tensor, Tensor, list[int]]] = field(default_factory=list)
+    rows: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
 
-    def check(self, shape: Any) -> None:
-        """Every row is the pure reference over its whole sequence, as a trainer would compute it."""
-        for query, output, slots in self.rows:
-            key, value = (torch.stack([self.states[slot][part] for slot in slots])[None] for part in (0, 1))
-            whole = torch.zeros(1, len(slots), shape.query_heads, shape.head_dim, dtype=query.dtype)
+    def expected(self, scale: float) -> Iterator[tuple[Tensor, Tensor]]:
+        """Give what came out of each row beside the pure reference of its whole sequence, as a trainer computes it."""
+        for query, key, value, output in self.rows:
+            whole = query.new_zeros(1, len(key), *query.shape[1:])
             whole[0, -len(query) :] = query
-            expected = causal_attention(whole, key, value, scale=shape.head_dim**-0.5)
-            assert torch.equal(output, expected[0, -len(query) :])
+            yield output, causal_attention(whole, key[None], value[None], scale=scale)[0, -len(query) :]
 
 
 @contextmanager
@@ -124,8 +122,9 @@ def _watched(engines: TinyEngines, seen: dict[str, Seen] | None = None) -> Itera
         for row, length in enumerate(metadata.seq_lens.tolist()):
             pages = metadata.block_table[row].tolist()
             rows = slice(starts[row], starts[row + 1])
-            owned = [pages[token // page] * page + token % page for token in range(length)]
-            layer.rows.append((query[rows].clone(), attended[rows].clone(), owned))
+            owned = [layer.states[pages[token // page] * page + token % page] for token in range(length)]
+            keys, values = (torch.stack(part) for part in zip(*owned, strict=True))
+            layer.rows.append((query[rows].clone(), keys, values, attended[rows].clone()))
 
     layers = [module for module in engines.models[PolicyRole.ROLLOUT].modules() if isinstance(module, Attention)]
     hooks = [layer.register_forward_hook(keep) for layer in layers]
@@ -159,37 +158,36 @@ def test_prefill_and_decode_of_a_shrinking_batch_are_the_pure_reference_of_each_
         _generate(engines, prompts, new_tokens, "shrinking")
     assert len(seen) == 2
     for layer in seen.values():
-        queries = [len(query) for query, _, _ in layer.rows]
-        assert sum(queries) == sum(lengths) + sum(new_tokens) - len(new_tokens)
-        assert queries[-9:] == [1] * 9  # alone from the twenty-first token on
-        assert any(1 < count < len(slots) for count, (_, _, slots) in zip(queries, layer.rows, strict=True))  # a chunk
-        layer.check(engines.shape)
+        counts = [(len(query), len(key)) for query, key, _, _ in layer.rows]
+        assert sum(new for new, _ in counts) == sum(lengths) + sum(new_tokens) - len(new_tokens)
+        assert [new for new, _ in counts[-9:]] == [1] * 9  # alone from the twenty-first token on
+        assert any(1 < new < all_so_far for new, all_so_far in counts)  # the rest of a prompt that was cut
+        assert all(torch.equal(*pair) for pair in layer.expected(engines.shape.head_dim**-0.5))
 
 
 def test_a_block_cached_before_the_binding_is_served_under_it_and_one_from_under_it_after(
     llama_engines: TinyEngines,
 ) -> None:
+    """The native kernel, last: bf16 rounds an output of at most max |v| to 2⁻⁸ of it, and weights as much once more."""
     engine, prompt = llama_engines.engines[PolicyRole.ROLLOUT], [(3 * token) % 500 + 3 for token in range(200)]
+    scale = llama_engines.shape.head_dim**-0.5
     with _watched(llama_engines) as seen:
         assert _generate(llama_engines, [prompt], [1], "before") == [0]
-    for layer in seen.values():
-        layer.rows.clear()
-    with engine.bind(llama_engines.reference(PolicyRole.ROLLOUT, KERNEL)), _watched(llama_engines, seen):
-        assert _generate(llama_engines, [prompt, prompt[:150]], [3, 3], "before") == [128, 128]
-        assert _generate(llama_engines, [prompt], [1], "under") == [0]
-    for layer in seen.values():
-        layer.check(llama_engines.shape)
-        layer.rows.clear()
-    # The native kernel differs in the last bits of bf16 at most: it reads the same numbers at the same places.
-    with _watched(llama_engines, seen):
+        for layer in seen.values():
+            layer.rows.clear()
+        with engine.bind(llama_engines.reference(PolicyRole.ROLLOUT, KERNEL)):
+            assert _generate(llama_engines, [prompt, prompt[:150]], [3, 3], "before") == [128, 128]
+            assert _generate(llama_engines, [prompt], [1], "under") == [0]
+        for layer in seen.values():
+            assert len(layer.rows) == 2 * 3 + 1
+            assert all(torch.equal(*pair) for pair in layer.expected(scale))
+            layer.rows.clear()
         assert _generate(llama_engines, [prompt], [1], "under") == [128]
     for layer in seen.values():
-        ((query, output, slots),) = layer.rows
-        key, value = (torch.stack([layer.states[slot][part] for slot in slots])[None] for part in (0, 1))
-        whole = torch.zeros(1, len(slots), *query.shape[1:], dtype=query.dtype)
-        whole[0, -len(query) :] = query
-        expected = causal_attention(whole, key, value, scale=llama_engines.shape.head_dim**-0.5)[0, -len(query) :]
-        assert float((output.float() - expected.float()).abs().max()) <= 2.0**-7 * float(value.float().abs().max())
+        ((output, expected),) = layer.expected(scale)
+        assert float((output.float() - expected.float()).abs().max()) <= 2 * 2.0**-8 * float(
+            layer.rows[0][2].abs().max()
+        )
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------

@@ -1,0 +1,121 @@
+"""Every live factor on both real engines: bound, counted, read back, judged, restored."""
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+
+from mismatch_hooks.live.ablation import AblationResult, CapturedBatch, ablate
+from mismatch_hooks.live.planning import make_plan
+from mismatch_hooks.live.registry import load_registry
+from mismatch_hooks.schema.enums import Diagnosis, Expansion, NoiseFloor, Origin, PlanOutcome, PolicyRole
+from mismatch_hooks.schema.score import ScoringSequence
+from tests.tiny_engines import TinyEngines
+
+pytestmark = pytest.mark.engine
+ROLLOUT, TRAINING = PolicyRole.ROLLOUT, PolicyRole.TRAINING
+# Mixed lengths, so that batches pad and a decoding batch shrinks.
+SEQUENCES = tuple(
+    ScoringSequence(
+        prompt_token_ids=tuple(range(3, 3 + prompt)),
+        response_token_ids=tuple((7 * row + 11 * i) % 500 for i in range(response)),
+        response_mask=(True,) * response,
+    )
+    for row, (prompt, response) in enumerate([(5, 12), (9, 3), (4, 20), (16, 8), (7, 1)])
+)
+
+
+def _ablate(tiny: TinyEngines, factors: str | Sequence[str], origin: Origin = Origin.NATIVE) -> AblationResult:
+    scores = {role: engine.score(SEQUENCES).shards[0].slices for role, engine in tiny.engines.items()}
+    rows = {role: [piece.logprobs for piece in slices] for role, slices in scores.items()}
+    batch = CapturedBatch(
+        sequences=SEQUENCES,
+        rollout_logprobs=rows[ROLLOUT],
+        training_logprobs=rows[TRAINING],
+        epsilon_low=0.2,
+        epsilon_high=0.2,
+        weights={role: engine.weights_digest() for role, engine in tiny.engines.items()},
+    )
+    return ablate(
+        make_plan(factors, load_registry(), tiny.engines, tiny.shape, origin),
+        batch,
+        engines=tiny.engines,
+        registry=load_registry(),
+        shape=tiny.shape,
+        noise_floor=NoiseFloor.PRODUCTION,
+        pitfalls=(),
+        fingerprint="f",
+        timeout_s=60.0,
+    )
+
+
+@pytest.fixture(scope="module")
+def everything(qwen3_engines: TinyEngines) -> AblationResult:
+    return _ablate(qwen3_engines, "all")
+
+
+def test_every_live_factor_is_judged_with_all_gates_open(everything: AblationResult) -> None:
+    live = {factor.id for factor in load_registry().factors.values() if factor.passes and factor.needs_adapter}
+    judged = {verdict.factor: verdict for verdict in everything.verdicts}
+    assert live <= set(judged)
+    closed = {
+        verdict.factor: [gate.reason for gate in verdict.gates if not gate.ok]
+        for verdict in everything.verdicts
+        if not all(gate.ok for gate in verdict.gates)
+    }
+    assert closed == {}
+
+
+def test_a_sweep_has_its_baseline_and_every_value_as_an_arm(everything: AblationResult) -> None:
+    factors = load_registry().factors
+    for verdict in everything.verdicts:
+        if factors[verdict.factor].expansion is Expansion.VALUE_SWEEP:
+            assert [arm.arm for arm in verdict.arms] == list(factors[verdict.factor].arms)
+            assert verdict.diagnosis in (Diagnosis.NOT_THIS_FACTOR, Diagnosis.INSUFFICIENT_EVIDENCE)
+
+
+def test_writing_log_probs_back_in_the_models_dtype_moves_them(everything: AblationResult) -> None:
+    (verdict,) = (one for one in everything.verdicts if one.factor == "logprob.precision_downcast")
+    moved = {effect.arm: effect.bits_changed for effect in verdict.effects}
+    assert moved["training=fp32"] == 0  # the trainer's own function rounds nowhere
+    assert moved["training=logprob"] > 0.8 * verdict.tokens  # bf16 near -5 has a spacing of 0.03
+    assert moved["training=log_softmax"] == moved["training=logprob"]
+
+
+def test_equal_weights_are_no_cause(everything: AblationResult) -> None:
+    (verdict,) = (one for one in everything.verdicts if one.factor == "weights.sync")
+    assert (verdict.diagnosis, verdict.passes) == (Diagnosis.NOT_THIS_FACTOR, 0)
+
+
+def test_what_only_a_new_engine_can_change_is_left_out_with_its_cost(qwen3_engines: TinyEngines) -> None:
+    made = make_plan("all", load_registry(), qwen3_engines.engines, qwen3_engines.shape, Origin.NATIVE)
+    offline = {left.factor.id: left for left in made.left_out}
+    assert offline["rollout.compile"].outcome is PlanOutcome.NOT_SWITCHABLE_IN_PROCESS
+    assert "an engine rebuild" in offline["rollout.compile"].reason
+    assert "new process groups" in offline["training.tensor_parallel"].reason
+
+
+def test_the_terms_of_the_difference_are_reported_apart(everything: AblationResult) -> None:
+    terms: Mapping[str, Mapping[str, float]] = everything.paths
+    assert terms["training_rescore"]["bitwise_fraction"] == 1.0
+    assert terms["cross_framework"]["dlogp_mean"] > 0.0
+    assert {"decode_against_prefill", "live_against_decode"} <= set(terms)
+
+
+def test_C06_a_sync_that_delivers_one_layer_is_named_tensor_by_tensor(qwen3_engines: TinyEngines) -> None:
+    trainer = qwen3_engines.models[TRAINING]
+    before = {name: parameter.detach().clone() for name, parameter in trainer.named_parameters()}
+    try:
+        with torch.no_grad():
+            for name, parameter in trainer.named_parameters():
+                if "layers.1." in name:  # the optimizer moved layer 1, and no sync delivered it
+                    parameter.add_(2.0**-4)
+        verdict = _ablate(qwen3_engines, ["weights.sync"]).verdicts[0]
+    finally:
+        with torch.no_grad():
+            for name, parameter in trainer.named_parameters():
+                parameter.copy_(before[name])
+    assert verdict.diagnosis is Diagnosis.CAUSED_BY_ROLLOUT_SIDE
+    named = len([name for name in qwen3_engines.engines[TRAINING].weights_digest().tensors if ".layers.1." in name])
+    assert f"{named} of " in verdict.reason and "model.layers.1." in verdict.reason
+    assert "model.layers.0." not in verdict.reason

@@ -77,7 +77,40 @@ def diagnose_from_native(arms: Mapping[str, ArmTokens], *, epsilon_low: float, e
         _lowers(by_arm[Arm.TRAINING_REFERENCE_ONLY], mismatch),
         _lowers(by_arm[Arm.BOTH_REFERENCE], mismatch),
     )
+    alike = _alike(lowers, arms, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
+    if alike is not None:
+        better, worse = alike
+        reason = (
+            f"{better} lowers the mismatch ({_change(by_arm[better], mismatch)}) and cannot be told from {worse} "
+            f"({_change(by_arm[worse], mismatch)}), so the side is open; score more sequences."
+        )
+        return Finding(diagnosis=Diagnosis.INSUFFICIENT_EVIDENCE, reason=reason, effects=effects)
     return Finding(diagnosis=_FROM_NATIVE[lowers], reason=_explain(lowers, by_arm, mismatch), effects=effects)
+
+
+# (rollout_reference_only, training_reference_only, both_reference) lowers the mismatch: which arm must then lie below
+# which. That a test found nothing in an arm does not show that nothing is there; that it lies above another one does.
+_BELOW = {
+    (True, False, True): ((Arm.ROLLOUT_REFERENCE_ONLY, Arm.TRAINING_REFERENCE_ONLY),),
+    (False, True, True): ((Arm.TRAINING_REFERENCE_ONLY, Arm.ROLLOUT_REFERENCE_ONLY),),
+    (False, False, True): (
+        (Arm.BOTH_REFERENCE, Arm.ROLLOUT_REFERENCE_ONLY),
+        (Arm.BOTH_REFERENCE, Arm.TRAINING_REFERENCE_ONLY),
+    ),
+    (True, False, False): ((Arm.ROLLOUT_REFERENCE_ONLY, Arm.BOTH_REFERENCE),),
+    (False, True, False): ((Arm.TRAINING_REFERENCE_ONLY, Arm.BOTH_REFERENCE),),
+}
+
+
+def _alike(
+    lowers: tuple[bool, bool, bool], arms: Mapping[str, ArmTokens], *, epsilon_low: float, epsilon_high: float
+) -> tuple[Arm, Arm] | None:
+    """The first two arms that the diagnosis needs to be different and the tokens cannot tell apart."""
+    for better, worse in _BELOW.get(lowers, ()):
+        effect = paired_effect(better, arms[better], arms[worse], epsilon_low=epsilon_low, epsilon_high=epsilon_high)
+        if not _lowers(effect, 0.0):
+            return better, worse
+    return None
 
 
 _MOST_NAMES = 6

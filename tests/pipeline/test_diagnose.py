@@ -15,6 +15,7 @@ from mismatch_hooks.pipeline.diagnose import (
     diagnose_sweep,
 )
 from mismatch_hooks.pipeline.score import ArmTokens
+from mismatch_hooks.pipeline.statistics import LEVEL
 from mismatch_hooks.schema.enums import Arm, Diagnosis, GateName
 from mismatch_hooks.schema.verdict import Gate
 from tests.pipeline.samples import EPSILONS, ROLLOUT, TRAINING, arm_tokens, arms, digest
@@ -142,6 +143,18 @@ def test_the_tail_accuses_where_the_mean_stays() -> None:
         24,
         0,
     )
+
+
+def test_an_arm_in_which_nothing_was_found_is_not_shown_to_differ() -> None:
+    """The training's reference helps in nine sequences of ten, which is not significant and nearly as much."""
+    native = np.full((10, 8), 0.1)
+    nearly = 0.5 * native
+    nearly[0] = 0.11
+    found = _judge(native, 0.5 * native, nearly, 0.5 * native)
+    assert [effect.p_value <= LEVEL for effect in found.effects] == [True, False, True]
+    assert found.diagnosis is Diagnosis.INSUFFICIENT_EVIDENCE
+    assert found.reason.startswith("rollout_reference_only lowers the mismatch (mean |dlogp| 0.1000 → 0.0500")
+    assert found.reason.endswith("so the side is open; score more sequences.")
 
 
 def test_a_certain_but_small_change_accuses_nobody() -> None:

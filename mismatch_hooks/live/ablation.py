@@ -80,11 +80,11 @@ class AblationResult:
     Attributes:
         verdicts: one per factor that was reached, in the order in which they ran.
         not_reached: ids of the planned factors for which no time was left, in order.
-        paths: comparisons that need no factor, each from metric names to values. Training against live rollout is the
-            sum of two: ``cross_framework`` (training prefill against rollout prefill) and ``decode_against_prefill``
-            (rollout prefill against decode of the same tokens). Two more say whether the live values can be scored
-            again at all: ``live_against_decode`` (decode against what was returned while sampling; absent where the
-            engine cannot be made to decode given tokens, and then the live values stand for decode) and
+        paths: comparisons at the origin that need no factor, each from metric names to values: ``cross_framework``
+            (training prefill against rollout prefill) and ``decode_against_prefill`` (rollout prefill against decode of
+            the same tokens), whose sum is training against rollout. From native two more say whether the live values
+            can be scored again at all: ``live_against_decode`` (decode against what was returned while sampling; absent
+            where the engine cannot be made to decode given tokens, and then the live values stand for decode) and
             ``training_rescore`` (the scoring forward against the loop's own forward).
         passes: scoring passes spent, the restoration proof included.
         seconds: wall time.
@@ -153,7 +153,7 @@ def ablate(
     return AblationResult(
         verdicts=tuple(verdicts),
         not_reached=tuple(not_reached),
-        paths=_paths({role: watched.score for role, watched in before.items()}, decoded, batch),
+        paths=_paths({role: watched.score for role, watched in before.items()}, decoded, batch, plan.origin),
         passes=run.passes,
         seconds=seconds,
         least_seconds=seconds - sum(verdict.seconds for verdict in verdicts) + slowest,
@@ -330,10 +330,10 @@ def _prove_restored(run: _Run, before: Mapping[PolicyRole, _Watched]) -> None:
 
 
 def _paths(
-    native: Mapping[PolicyRole, Score], decoded: Score | None, batch: CapturedBatch
+    before: Mapping[PolicyRole, Score], decoded: Score | None, batch: CapturedBatch, origin: Origin
 ) -> dict[str, dict[str, float]]:
-    prefill = response_logprobs(native[PolicyRole.ROLLOUT], batch.sequences)
-    training = response_logprobs(native[PolicyRole.TRAINING], batch.sequences)
+    prefill = response_logprobs(before[PolicyRole.ROLLOUT], batch.sequences)
+    training = response_logprobs(before[PolicyRole.TRAINING], batch.sequences)
     masks = [sequence.response_mask for sequence in batch.sequences]
 
     def compared(
@@ -345,13 +345,17 @@ def _paths(
         return dict(state.finalize())
 
     live = batch.rollout_logprobs
-    decode = live if decoded is None else response_logprobs(decoded, batch.sequences)
-    paths = {
-        "cross_framework": compared(training, prefill),
-        "decode_against_prefill": compared(prefill, decode),
-        "training_rescore": compared(training, batch.training_logprobs),
-    }
-    return paths if decoded is None else paths | {"live_against_decode": compared(decode, live)}
+    paths = {"cross_framework": compared(training, prefill)}
+    if decoded is not None:
+        decode = response_logprobs(decoded, batch.sequences)
+        paths["decode_against_prefill"] = compared(prefill, decode)
+    if origin is Origin.ALIGNED:
+        return paths  # the live values are native, so comparing them with aligned ones would bridge nothing
+    if decoded is None:
+        paths["decode_against_prefill"] = compared(prefill, live)
+    else:
+        paths["live_against_decode"] = compared(decode, live)
+    return paths | {"training_rescore": compared(training, batch.training_logprobs)}
 
 
 __all__ = ["AblationResult", "CapturedBatch", "NotRestoredError", "RestoreError", "ablate"]

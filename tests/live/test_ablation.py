@@ -90,6 +90,8 @@ def test_from_aligned_the_factor_is_given_back_to_native(
     (verdict,) = result.verdicts
     assert verdict.diagnosis is expected
     assert all(gate.ok for gate in verdict.gates)
+    # The live values are native, so no bridge to them is claimed from here.
+    assert sorted(result.paths) == ["cross_framework", "decode_against_prefill"]
     # The aligned pass and the native one of each role, the aligned one again as the proof, and one that decodes.
     assert (result.passes, verdict.passes) == (7, 4)
 

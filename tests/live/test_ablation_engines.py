@@ -119,3 +119,29 @@ def test_C06_a_sync_that_delivers_one_layer_is_named_tensor_by_tensor(qwen3_engi
     named = len([name for name in qwen3_engines.engines[TRAINING].weights_digest().tensors if ".layers.1." in name])
     assert f"{named} of " in verdict.reason and "model.layers.1." in verdict.reason
     assert "model.layers.0." not in verdict.reason
+
+
+@pytest.mark.parametrize("engines", ["llama_engines", "qwen3_engines"])
+def test_from_aligned_both_engines_are_equal_to_the_bit_and_each_operator_is_told_apart(
+    engines: str, request: pytest.FixtureRequest
+) -> None:
+    """The floor is bitwise over mixed lengths, prefill and decode; then each operator alone is given back to native.
+
+    What each native operator does was measured on its own in ``operator_checks``: the trainer's norm is the reference,
+    the rollout's is not; both activations round alike; rope and attention differ from the reference on either side.
+    """
+    tiny: TinyEngines = request.getfixturevalue(engines)
+    result = _ablate(tiny, ["norm.*", "activation.*", "embedding.*", "attention.*"], Origin.ALIGNED)
+    floor = {name: figures["bitwise_fraction"] for name, figures in result.paths.items()}
+    assert floor == {"cross_framework": 1.0, "decode_against_prefill": 1.0}
+    expected = {
+        "activation.swiglu": Diagnosis.NOT_THIS_FACTOR,
+        "attention.kernel": Diagnosis.CAUSED_BY_BOTH_SIDES,
+        "attention.rope_fusion": Diagnosis.CAUSED_BY_BOTH_SIDES,
+        "embedding.lookup": Diagnosis.NOT_THIS_FACTOR,
+        "norm.qk_norm": Diagnosis.CAUSED_BY_ROLLOUT_SIDE,
+        "norm.rmsnorm": Diagnosis.CAUSED_BY_ROLLOUT_SIDE,
+    }
+    found = {verdict.factor: verdict.diagnosis for verdict in result.verdicts}
+    assert found == {factor: expected[factor] for factor in found}
+    assert len(found) == (6 if tiny.shape.qk_norm else 5)

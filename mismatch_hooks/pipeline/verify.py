@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from mismatch_hooks.pipeline.score import PassKey
-from mismatch_hooks.schema.enums import Choice, GateName, PolicyRole, SwitchStatus, Value
+from mismatch_hooks.schema.enums import Choice, GateName, PolicyRole, SettingChannel, SwitchStatus, Value
 from mismatch_hooks.schema.factor import MismatchFactor
-from mismatch_hooks.schema.score import LogprobShard, Score, ScoringSequence, SwitchState, WeightsDigest
+from mismatch_hooks.schema.score import CallCount, LogprobShard, Score, ScoringSequence, SwitchState, WeightsDigest
 from mismatch_hooks.schema.verdict import Gate
 
 
@@ -141,16 +141,26 @@ def evidence_complete(factor: MismatchFactor, passes: Mapping[PassKey, Score]) -
         for count in counts:
             ran += count.observed
             if count.expected < 1 or count.observed != count.expected:
-                problems.append(
-                    f"{count.observed} of {count.expected} calls of the bound {count.site} ran on {role.value} rank "
-                    f"{count.rank}; a compiled graph or stored forward skips the reference, so run the engine eagerly."
-                )
+                problems.append(_miscounted(factor, count, role))
     if problems:
         return Gate(name=GateName.EVIDENCE_COMPLETE, ok=False, reason=" ".join(problems))
     return Gate(
         name=GateName.EVIDENCE_COMPLETE,
         ok=True,
         reason=f"All {ran} calls of the bound call sites ran {_bound(factor)}.",
+    )
+
+
+def _miscounted(factor: MismatchFactor, count: CallCount, role: PolicyRole) -> str:
+    where = f"on {role.value} rank {count.rank}"
+    if factor.switch.channel is SettingChannel.SCORING_PASS:
+        return (
+            f"The pass took {count.observed} forwards {where} where {count.site} as asked makes {count.expected}: the "
+            "engine scheduled it otherwise, as one in a process of its own does with requests that arrive one by one."
+        )
+    return (
+        f"{count.observed} of {count.expected} calls of the bound {count.site} ran {where}; a compiled graph or stored "
+        "forward skips the reference, so run the engine eagerly."
     )
 
 

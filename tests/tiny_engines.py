@@ -116,7 +116,7 @@ def megatron_of_one_rank() -> Iterator[None]:
         torch.cuda.current_device = before
 
 
-def _rollout(folder: Path) -> Any:
+def _rollout(folder: Path, **options: Any) -> Any:
     from vllm import LLM
 
     from mismatch_hooks.integrations.vllm import FORCED_DECODE, WORKER_EXTENSION, VllmBackend
@@ -138,6 +138,7 @@ def _rollout(folder: Path) -> Any:
             use_tqdm_on_load=False,
             worker_extension_cls=WORKER_EXTENSION,
             logits_processors=[FORCED_DECODE],
+            **options,
         )
         return VllmBackend(llm)
 
@@ -207,6 +208,16 @@ def megatron_core() -> Iterator[None]:
 def llama_engines(_llama_rollout: tuple[Path, Any], megatron_core: None) -> TinyEngines:
     """Llama shape, untied head."""
     return _pair(*_llama_rollout)
+
+
+@pytest.fixture(scope="module")
+def fp32_head_engines(tmp_path_factory: pytest.TempPathFactory, megatron_core: None) -> Iterator[TinyEngines]:
+    """Llama shape, untied head, which rollout runs in fp32 by vLLM's own option and training in bf16."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    folder = _checkpoint(tmp_path_factory, "llama")
+    rollout = _rollout(folder, hf_overrides={"head_dtype": "float32"})
+    yield _pair(folder, rollout)
+    rollout._llm.llm_engine.engine_core.shutdown()
 
 
 @pytest.fixture(scope="module")

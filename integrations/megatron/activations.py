@@ -142,9 +142,9 @@ class TracedPass:
     def _begin_forward(self, module: Any, arguments: Any, named: Mapping[str, Any]) -> None:
         input_ids = arguments[0] if arguments else named.get("input_ids")
         wanted = [self._recorder.tokens[index] for index in self._expected]
-        same = isinstance(input_ids, Tensor) and input_ids.dim() == 2 and len(input_ids) == len(wanted)
-        same = same and all(
-            tuple(row[: len(tokens)]) == tokens for row, tokens in zip(input_ids.tolist(), wanted, strict=True)
+        rows = input_ids.tolist() if isinstance(input_ids, Tensor) and input_ids.dim() == 2 else []
+        same = len(rows) == len(wanted) and all(
+            tuple(row[: len(tokens)]) == tokens for row, tokens in zip(rows, wanted, strict=True)
         )
         self._rows = self._expected if same else range(0)
 
@@ -157,8 +157,10 @@ class TracedPass:
                 return
             found = point.take(arguments, output)
             longest = max(len(self._recorder.tokens[index]) for index in self._rows)
-            if not isinstance(found, Tensor) or found.dim() < 3 or not (
-                len(found) >= longest and found.shape[1] == len(self._rows)
+            if (
+                not isinstance(found, Tensor)
+                or found.dim() < 3
+                or not (len(found) >= longest and found.shape[1] == len(self._rows))
             ):
                 self._recorder.leave_out(semantic, f"{type(module).__name__} returned something of an unknown form")
                 return

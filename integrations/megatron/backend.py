@@ -220,8 +220,8 @@ class MegatronBackend:
     ) -> ActivationCapture:
         """Return a digest of what each module gave for every token, by full prefill, under the binding in force.
 
-        The pass is the one that ``score`` makes. With tensor parallelism only points of which each rank holds whole rows
-        are recorded, and a loop's own ``token_logprobs`` must give the model the tokens as it got them.
+        The pass is the one that ``score`` makes. With tensor parallelism only points of which each rank holds whole
+        rows are recorded, and a loop's own ``token_logprobs`` must give the model the tokens as it got them.
 
         Args:
             sequences: prompts with their responses; one with an empty response takes no part.

@@ -117,6 +117,8 @@ class TracedPass:
             values_of: points whose values are kept too.
         """
         self._runner = runner
+        # Finished requests stay in the batch until the next step; a pass of ours before this one may have left some.
+        self._earlier = frozenset(self._names())
         self._recorder = ActivationRecorder(sequences, values_of)
         self._runs: tuple[_Run, ...] = ()
         self._finished: tuple[Tensor, tuple[_Run, ...]] | None = None
@@ -153,15 +155,19 @@ class TracedPass:
             self._finished = output, self._runs  # held, so that no other tensor can get its memory meanwhile
         self._runs = ()
 
+    def _names(self) -> list[str]:
+        """The requests of the live batch, in the order of their rows."""
+        return list(getattr(getattr(self._runner, "input_batch", None), "req_ids", ()))
+
     def _find_runs(self, input_ids: Any, positions: Any) -> list[_Run]:
-        bounds, names = _query_starts(), getattr(getattr(self._runner, "input_batch", None), "req_ids", ())
+        bounds, names = _query_starts(), self._names()
         if not isinstance(input_ids, Tensor) or not isinstance(positions, Tensor) or positions.dim() != 1:
             return []
         tokens, places = input_ids.tolist(), positions.tolist()
         found = []
         for name, first, last in zip(names, bounds, bounds[1:], strict=False):  # a padded batch has more bounds
             ours = _OUR_REQUEST.match(name)
-            if ours is None or last <= first:
+            if ours is None or name in self._earlier or last <= first:
                 continue
             sequence, start, rows = int(ours[1]), places[first], last - first
             if sequence >= len(self._recorder.tokens):
@@ -176,7 +182,11 @@ class TracedPass:
             if not self._runs:
                 return
             rows = take(arguments, output)
-            if not isinstance(rows, Tensor) or rows.dim() < 2 or len(rows) < max(run.first + run.rows for run in self._runs):
+            if (
+                not isinstance(rows, Tensor)
+                or rows.dim() < 2
+                or len(rows) < max(run.first + run.rows for run in self._runs)
+            ):
                 self._recorder.leave_out(semantic, f"{type(module).__name__} returned something of an unknown form")
                 return
             for run in self._runs:
@@ -196,8 +206,8 @@ class TracedPass:
             return
         first = (hidden.storage_offset() - output.storage_offset()) // output.stride(0)
         for run in runs:
-            if run.first <= first and first + len(hidden) <= run.first + run.rows:
-                self._recorder.add("head", logits, sequence=run.sequence, start=run.start + first - run.first)
+            if first == run.first and len(hidden) <= run.rows:
+                self._recorder.add("head", logits, sequence=run.sequence, start=run.start)
 
 
 def merged(replies: Sequence[Mapping[str, Any]]) -> tuple[tuple[ModuleActivations, ...], dict[str, str]]:

@@ -1,8 +1,8 @@
 """Make a live vLLM engine decode given tokens one by one: ``ForcedTokens`` in its sampler, and the request for it.
 
-vLLM loads the class by its name (``LLM(logits_processors=[FORCED_DECODE])``). Written against vLLM 0.32, whose two model
-runners have one interface for such a class each; ``ForcedTokens`` has both, because an engine that is handed a class
-without its own refuses to start.
+vLLM loads the class by its name (``LLM(logits_processors=[FORCED_DECODE])``). Written against vLLM 0.32, whose two
+model runners have one interface for such a class each; ``ForcedTokens`` has both, because an engine that is handed a
+class without its own refuses to start.
 """
 
 from collections.abc import Iterator, Sequence

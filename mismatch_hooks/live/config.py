@@ -54,6 +54,7 @@ class HooksConfig(_Section):
     wandb_project: str = "mismatch_hooks"  # used only when no W&B run is open already
     sink_timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0  # seconds a sink may hold the loop, once
     scoring_timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0  # seconds for one rollout scoring pass
+    trace: bool = False  # after an ablation, compare what every module gives: two to four more prefill passes
     alerts: Alerts = Alerts()
 
     @field_validator("factors", mode="before")

@@ -31,7 +31,9 @@ class PatchSite:
         owner: the module, class or object that holds the attribute.
         name: the attribute.
         build: from the implementation found there to the replacement; called at entry, once.
-        calls_per_forward: how often one model forward calls the replacement here.
+        calls_per_forward: how often one model forward calls the replacement here; at least, where ``caller`` is given.
+        caller: the torch module each of whose calls makes one call here, for a site that a forward calls a varying
+            number of times, as an output head is when an engine scores prompts; None elsewhere.
         value: what the switch is set to while this is in place; given by whoever binds.
     """
 
@@ -41,6 +43,7 @@ class PatchSite:
     name: str
     build: Callable[[Callable[..., Any]], Callable[..., Any]]
     calls_per_forward: int
+    caller: Any = None
     value: Value = Choice.REFERENCE
 
 
@@ -75,15 +78,22 @@ class CallCounter:
     """Calls of what is bound since the last reset, counted by the bound implementation itself."""
 
     _calls: dict[tuple[str, str], int] = field(default_factory=dict)
+    _due: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def reset(self) -> None:
         """Start a pass at zero."""
         self._calls.clear()
+        self._due.clear()
 
     def add(self, site: Site) -> None:
         """Count one call."""
         key = (site.factor, site.site)
         self._calls[key] = self._calls.get(key, 0) + 1
+
+    def add_due(self, site: Site) -> None:
+        """Count one call that has to come, seen where it comes from."""
+        key = (site.factor, site.site)
+        self._due[key] = self._due.get(key, 0) + 1
 
     def see_forward(self, sites: Sequence[Site]) -> None:
         """Count every state that a model forward which begins now finds in place."""
@@ -98,6 +108,7 @@ class CallCounter:
             key = (site.factor, site.site)
             once = 1 if isinstance(site, StateSite) else site.calls_per_forward
             expected[key] = expected.get(key, 0) + once * forwards
+        expected = {key: max(calls, self._due.get(key, 0)) for key, calls in expected.items()}
         return tuple(
             CallCount(factor=factor, site=name, rank=rank, expected=calls, observed=self._calls.get((factor, name), 0))
             for (factor, name), calls in sorted(expected.items())
@@ -183,10 +194,15 @@ def _patched(site: PatchSite, counter: CallCounter) -> Iterator[None]:
     own = vars(site.owner).get(site.name, _ABSENT)
     replacement = _Replacement(site, getattr(site.owner, site.name), counter)
     setattr(site.owner, site.name, replacement)
+    watch: Any = None
     try:
+        if site.caller is not None:
+            watch = site.caller.register_forward_pre_hook(lambda *_: counter.add_due(site))
         yield
     finally:
         replacement.end()
+        if watch is not None:
+            watch.remove()
         _restore(site, own, replacement)
 
 

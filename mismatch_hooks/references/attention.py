@@ -145,7 +145,9 @@ def attend(query_TND: Tensor, gather: GatherBlocks, plan: TilePlan, *, scale: fl
         scale: of the scores; applied to the query.
     """
     tokens, heads, width = query_TND.shape
-    shared = len(plan.seats) // tokens if tokens else 1
+    if not tokens:
+        return torch.empty_like(query_TND)
+    shared = len(plan.seats) // tokens
     rows_RKD = query_TND.reshape(tokens, heads // shared, shared, width).transpose(1, 2).flatten(0, 1)
     mixed = [_attend_slab(rows_RKD, slab, gather, scale) for slab in plan.slabs]
     seated = (torch.cat(mixed) if len(mixed) > 1 else mixed[0]).index_select(0, plan.seats).to(query_TND.dtype)
@@ -158,14 +160,13 @@ def _attend_slab(rows_RKD: Tensor, slab: Slab, gather: GatherBlocks, scale: floa
     query = rows_RKD.index_select(0, slab.rows).to(wide) * scale
     query = query.unflatten(0, (-1, TILE_ROWS)).transpose(1, 2).index_select(0, slab.tiles)
     # The bits of a product depend on how its factors lie in memory.
-    key, value = (part.to(wide, memory_format=torch.contiguous_format) for part in gather(slab))
+    key, value = (part.to(wide).contiguous() for part in gather(slab))
     scores = _multiply(query, key).add_(slab.bias)
     highest = _over_blocks(scores.amax(-1, keepdim=True), slab.counts, torch.maximum)
     weights = scores.sub_(highest.index_select(0, slab.tiles)).exp_()
     total = _over_blocks(_sum_of_block(weights), slab.counts, torch.add)
     mixed = _over_blocks(_multiply(weights, value), slab.counts, torch.add)
-    # A sum of hidden blocks' zeros may come out as −0.0, and as 0.0 with one block more.
-    return (mixed / total).add_(0.0).transpose(1, 2).flatten(0, 1)
+    return (mixed / total).transpose(1, 2).flatten(0, 1)
 
 
 def _multiply(left: Tensor, right: Tensor) -> Tensor:
@@ -242,7 +243,7 @@ def _blocks(states_BLKD: Tensor) -> Tensor:
     _, length, heads, width = states_BLKD.shape
     missing = -length % BLOCK_KEYS
     padded = functional.pad(states_BLKD, (0, 0, 0, 0, 0, missing))
-    return padded.view(-1, BLOCK_KEYS, heads, width).transpose(1, 2)
+    return padded.reshape(-1, BLOCK_KEYS, heads, width).transpose(1, 2)
 
 
 @lru_cache(maxsize=4)  # one forward's layers share it

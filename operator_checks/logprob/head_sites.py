@@ -52,7 +52,7 @@ def _rollout(factor: str, model: Any) -> list[PatchSite]:
         )
     if type(method) not in (UnquantizedEmbeddingMethod, UnquantizedLinearMethod) or model.lm_head.weight.ndim != 2:
         raise BindingError(
-            f"the rollout's lm_head holds its weight in {type(method).__name__}; the fp32 head covers an unquantised one."
+            f"the rollout's lm_head holds its weight in {type(method).__name__}; the fp32 head needs it unquantised."
         )
     return [
         PatchSite(
@@ -113,7 +113,13 @@ def _training_head(original: Callable[..., Any]) -> Callable[..., Any]:
     from mismatch_hooks.references.linear import linear
 
     def product(
-        input: Any, weight: Any, bias: Any = None, *, allreduce_dgrad: bool = False, tp_group: Any = None, **ignored: Any
+        input: Any,
+        weight: Any,
+        bias: Any = None,
+        *,
+        allreduce_dgrad: bool = False,
+        tp_group: Any = None,
+        **ignored: Any,
     ) -> Any:
         if allreduce_dgrad:  # the native product adds the gradients of its input over the ranks by itself
             input = copy_to_tensor_model_parallel_region(input, group=tp_group)

@@ -57,7 +57,8 @@ def test_what_is_written_over_a_tensor_later_is_not_seen() -> None:
 
 def test_the_first_row_of_a_position_is_kept() -> None:
     recorder = ActivationRecorder([[5, 6, 7]])
-    recorder.add("embedding", ROWS, sequence=0, start=0)
+    recorder.add("embedding", ROWS[:2], sequence=0, start=0)
+    recorder.add("embedding", torch.stack([torch.zeros(2), ROWS[2]]), sequence=0, start=1)
     recorder.add("embedding", torch.zeros(3, 2), sequence=0, start=0)
     assert recorder.finish()[0] == [recorded(ROWS)]
 

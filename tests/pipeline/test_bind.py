@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from mismatch_hooks.pipeline.bind import (
     CallCounter,
@@ -178,6 +179,37 @@ def test_several_objects_of_one_call_site_add_up() -> None:
         ("other", 2, 0),
         ("rotary_emb", 6, 3),
     ]
+
+
+class _Processor(torch.nn.Module):
+    """Calls its head once a call, or goes past what stands in its place."""
+
+    skips = False
+
+    def head(self, number: int) -> str:
+        return f"native {number}"
+
+    def forward(self, number: int) -> str:
+        return _Processor.head(self, number) if self.skips else self.head(number)
+
+
+def test_where_calls_vary_their_caller_says_how_many_were_due_and_a_forward_makes_one_at_least() -> None:
+    processor, counter = _Processor(), CallCounter()
+    site = _site(processor, name="head", caller=processor)
+
+    def counts(forwards: int) -> tuple[int, int]:
+        (one,) = counter.counts([site], forwards=forwards, rank=0)
+        return one.expected, one.observed
+
+    with patched([site], counter):
+        assert [processor(number) for number in range(3)] == ["reference 0", "reference 1", "reference 2"]
+        assert (counts(2), counts(4)) == ((3, 3), (4, 3))
+        processor.skips = True
+        assert processor(3) == "native 3"
+        assert counts(2) == (4, 3)
+        counter.reset()
+        assert counts(0) == (0, 0)
+    assert not processor._forward_pre_hooks
 
 
 # ---- readback -----------------------------------------------------------------------------------------------------

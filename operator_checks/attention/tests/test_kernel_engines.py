@@ -8,6 +8,7 @@ prefill = rollout decode for equal inputs.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -234,3 +235,89 @@ def test_a_rollout_kernel_of_another_backend_is_refused_by_name(
     parameters = adapter.parameters(KERNEL, llama_engines.shape)
     with pytest.raises(BindingError, match=r"^the rollout's model\.layers\.0\.self_attn\.attn runs object; the"):
         adapter.sites(KERNEL, PolicyRole.ROLLOUT, llama_engines.models[PolicyRole.ROLLOUT], parameters)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "sentence"),
+    [
+        pytest.param("attn_mask_type", SimpleNamespace(name="padding"), "masks by padding;", id="another mask"),
+        pytest.param("attention_type", "cross", "is cross attention;", id="cross attention"),
+        pytest.param(
+            "scale_mask_softmax", SimpleNamespace(window_size=(64, 0)), "has a window of (64, 0);", id="sliding window"
+        ),
+        pytest.param("softmax_offset", torch.zeros(4), "has a softmax of type vanilla;", id="softmax with an offset"),
+        pytest.param(
+            "config",
+            SimpleNamespace(context_parallel_size=2, softmax_type="vanilla"),
+            "sees a slice (context parallel 2);",
+            id="context parallel",
+        ),
+    ],
+)
+def test_a_trainers_layer_of_another_form_is_refused_by_name(
+    llama_engines: TinyEngines, monkeypatch: pytest.MonkeyPatch, attribute: str, value: object, sentence: str
+) -> None:
+    monkeypatch.setitem(vars(_attentions(llama_engines, PolicyRole.TRAINING)[1]), attribute, value)
+    parameters = adapter.parameters(KERNEL, llama_engines.shape)
+    with pytest.raises(BindingError) as refused:
+        adapter.sites(KERNEL, PolicyRole.TRAINING, llama_engines.models[PolicyRole.TRAINING], parameters)
+    assert f"the trainer's decoder.layers.1.self_attention.core_attention {sentence}" in str(refused.value)
+
+
+@pytest.mark.parametrize("core", [None, torch.nn.Identity()], ids=["a layer without one", "another class"])
+def test_a_trainers_attention_of_another_class_is_refused_by_name(core: Any) -> None:
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    layer = SimpleNamespace(self_attention=SimpleNamespace(core_attention=core))
+    model = SimpleNamespace(decoder=SimpleNamespace(layers=[layer]))
+    with pytest.raises(BindingError, match=rf"core_attention is a {type(core).__name__}; the attention reference cov"):
+        adapter.sites(KERNEL, PolicyRole.TRAINING, model, {"scale": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        pytest.param({"packed_seq_params": object()}, "packed sequences;", id="packed"),
+        pytest.param({"attention_bias": torch.zeros(1)}, "an attention bias;", id="bias"),
+        pytest.param({"query": torch.zeros(1, 1, 4, 32)}, "1 queries and 6 keys (a KV cache);", id="KV cache"),
+        pytest.param(
+            {"attention_mask": torch.zeros(1, 1, 6, 6, dtype=torch.bool)},
+            "a mask that is not the causal one;",
+            id="mask",
+        ),
+        pytest.param({}, "attention dropout of 0.1;", id="dropout"),
+    ],
+)
+def test_a_call_of_the_trainer_that_the_reference_does_not_cover_is_refused(
+    llama_engines: TinyEngines, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], sentence: str
+) -> None:
+    core = _attentions(llama_engines, PolicyRole.TRAINING)[0]
+    given: dict[str, Any] = {name: torch.zeros(6, 1, 4, 32) for name in ("query", "key", "value")}
+    given |= {"attention_mask": torch.ones(1, 1, 6, 6, dtype=torch.bool).triu(1)}
+    binding = llama_engines.reference(PolicyRole.TRAINING, KERNEL)
+    with llama_engines.engines[PolicyRole.TRAINING].bind(binding):
+        assert core(**given).tolist() == torch.zeros(6, 1, 128).tolist()
+        if not arguments:
+            monkeypatch.setattr(core, "training", True)
+            monkeypatch.setattr(core.attention_dropout, "p", 0.1)
+        with pytest.raises(BindingError) as refused:
+            core(**{**given, **arguments})
+    assert f"core_attention is called with {sentence}" in str(refused.value)
+
+
+def test_gradients_pass_through_the_reference_as_through_the_trainers_own_kernel(llama_engines: TinyEngines) -> None:
+    """Two bf16 computations of one function: a cosine tells a missing or wrong term from rounding."""
+    core = _attentions(llama_engines, PolicyRole.TRAINING)[0]
+    states = [torch.randn(40, 2, heads, 32).bfloat16().requires_grad_() for heads in (4, 2, 2)]
+    mask = torch.ones(1, 1, 40, 40).triu(1).bool()
+
+    def gradients() -> list[Tensor]:
+        output = core(*states, mask)
+        found: tuple[Tensor, ...] = torch.autograd.grad((output.float() ** 2).sum(), states)
+        return [one.float().flatten() for one in found]
+
+    native = gradients()
+    with llama_engines.engines[PolicyRole.TRAINING].bind(llama_engines.reference(PolicyRole.TRAINING, KERNEL)):
+        bound = gradients()
+    for ours, theirs in zip(bound, native, strict=True):
+        assert not torch.equal(ours, theirs)
+        assert float(torch.nn.functional.cosine_similarity(ours, theirs, dim=0)) > 0.999

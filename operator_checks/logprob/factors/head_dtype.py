@@ -20,7 +20,7 @@ FACTOR = MismatchFactor(
         CallSite(role=PolicyRole.ROLLOUT, name="logits_processor: lm_head"),
         CallSite(role=PolicyRole.TRAINING, name="output_layer"),
     ),
-    pitfalls=("weights_differ", "padded_vocab"),
+    pitfalls=("weights_differ", "padded_vocabulary"),
     recommendation=(
         "Run the output head in fp32 on both sides or on neither: the {side} side departs from the fp32 head "
         "(rollout: hf_overrides={{'head_dtype': 'float32'}}; training: cast hidden states and head to fp32)."

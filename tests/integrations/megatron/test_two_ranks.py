@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mismatch_hooks.integrations.megatron import MegatronBackend
+from mismatch_hooks.schema.freeze import thaw
 from tests.integrations.megatron.tiny_gpt import LLAMA, build_model, sequences
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("megatron")]
@@ -91,6 +92,23 @@ def test_what_is_sharded_is_not_digested(ranks: list[dict[str, Any]]) -> None:
         name for name in whole if "norm" in name
     }
     assert {digest for name, digest in first.items() if "norm" not in name} == {"unobservable: sharded over 2 ranks"}
+
+
+def test_what_every_rank_holds_whole_is_traced_and_the_rest_is_left_out(ranks: list[dict[str, Any]]) -> None:
+    first, second = (rank["traced"] for rank in ranks)
+    assert (first["modules"], first["left_out"]) == (second["modules"], second["left_out"])
+    whole = ("input_norm", "attention_output", "attention_residual", "post_attention_norm", "down", "output")
+    assert [module["semantic"] for module in first["modules"]] == [
+        "embedding",
+        *(f"layers.{layer}.{point}" for layer in (0, 1) for point in whole),
+        "final_norm",
+    ]
+    assert set(first["left_out"].values()) == {"its rows are cut over 2 tensor-parallel ranks"}
+    assert len(first["left_out"]) == 11
+    (embedding, *_) = (
+        MegatronBackend(build_model(LLAMA), micro_batch=2).trace(sequences((5, 7), (3, 12), (9, 1))).modules
+    )
+    assert first["modules"][0] == thaw(embedding)
 
 
 def test_the_readback_names_the_ranks(ranks: list[dict[str, Any]]) -> None:

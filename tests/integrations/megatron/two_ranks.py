@@ -48,6 +48,7 @@ def main(rank: int, store: str) -> None:
             {
                 "native": thaw(native),
                 "bound": thaw(bound),
+                "traced": thaw(engine.trace(batch)),
                 "again": thaw(engine.score(batch)),
                 "stopped": stopped,
                 "parallel.tensor": settings.effective("parallel.tensor"),

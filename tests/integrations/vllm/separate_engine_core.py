@@ -54,6 +54,7 @@ def main(folder: Path, scratch: Path) -> dict[str, Any]:
         "rope": backend.read_back().effective("operator.rope.implementation"),
         "digests": backend.weights_digest().tensors == {name: digest(tensor) for name, tensor in checkpoint.items()},
         "native": thaw(backend.score(batch).shards),
+        "traced": thaw(backend.trace(batch)),
         "decoded": thaw(backend.score(batch, path=ExecutionPath.ROLLOUT_DECODE)),
     }
     with backend.bind(Binding(role=PolicyRole.ROLLOUT, choices={FACTOR: Choice.REFERENCE}, parameters={FACTOR: ROPE})):

@@ -66,6 +66,12 @@ def test_tokens_are_forced_there_and_get_the_bits_that_they_were_sampled_with(fo
     assert (found["decoded"]["path"], found["decoded"]["evidence"]["forwards"]) == ("rollout_decode", [8])
 
 
+def test_activations_are_traced_there(found: dict[str, Any]) -> None:
+    traced = found["traced"]
+    assert (len(traced["modules"]), traced["left_out"], traced["evidence"]["forwards"]) == (25, {}, [1])
+    assert [len(one["digests"]) for module in traced["modules"] for one in module["sequences"]] == [11] * 24 + [10]
+
+
 def test_native_scores_are_bitwise_equal_before_and_after(found: dict[str, Any]) -> None:
     assert found["native_again"] == found["native"]
     assert found["rope_again"] == found["rope"] == "RotaryEmbedding.forward_cpu"

@@ -1,0 +1,109 @@
+"""Where inside the model the two sides stop agreeing: one traced pass on each engine, and one more for the sizes."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from mismatch_hooks.pipeline.activations import compare_activations, differing, incomparable, summarise
+from mismatch_hooks.schema.activation import ActivationCapture
+from mismatch_hooks.schema.backend import ScoringBackend
+from mismatch_hooks.schema.enums import PolicyRole
+from mismatch_hooks.schema.freeze import FrozenMapping
+from mismatch_hooks.schema.score import ScoringSequence
+from mismatch_hooks.schema.trace import ModuleComparison
+
+# Points whose sizes are measured by a second pass: where the two sides part, and what follows from it at once.
+_SIZED = 3
+
+
+class TracingError(ValueError):
+    """The engines or the batch cannot be traced."""
+
+
+@runtime_checkable
+class Traceable(Protocol):
+    """An engine that can tell what its modules give."""
+
+    def trace(
+        self,
+        sequences: Sequence[ScoringSequence],
+        *,
+        values_of: Sequence[str] = (),
+        timeout_s: float | None = None,
+    ) -> ActivationCapture:
+        """Return a digest of what each module gave for every token, by prefill, under the binding in force."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceReport:
+    """What a trace found; numbers and names only.
+
+    Attributes:
+        summary: one sentence: up to where both sides agree, and where they first differ.
+        comparisons: one per traced point, in the order of the forward.
+        left_out: role to points that exist there and were not compared, each with the reason.
+        passes: traced passes made, over both engines.
+        seconds: wall time.
+    """
+
+    summary: str
+    comparisons: tuple[ModuleComparison, ...]
+    left_out: Mapping[PolicyRole, Mapping[str, str]] = field(default_factory=FrozenMapping)
+    passes: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "left_out", FrozenMapping(self.left_out))
+
+
+def trace_batch(
+    engines: Mapping[PolicyRole, ScoringBackend], sequences: Sequence[ScoringSequence], *, timeout_s: float
+) -> TraceReport:
+    """Trace the same tokens through both engines, each under the binding in force, and say where they first differ.
+
+    The engines score nothing for the run and keep nothing. Where the sides differ, and a pass more on each fits into
+    the time, that pass keeps the values of the first points that differ for as long as it takes to measure by how much.
+
+    Args:
+        engines: both roles.
+        sequences: captured sequences; those with an empty response take no part.
+        timeout_s: seconds for all passes.
+
+    Raises:
+        TracingError: an engine has no ``trace``, or no sequence has a response.
+        TimeoutError: a pass ran out of time; its engine is idle again.
+    """
+    started = time.perf_counter()
+    traceable = {role: _traceable(role, engine) for role, engine in engines.items()}
+    if not any(sequence.response_token_ids for sequence in sequences):
+        raise TracingError("sequences: got no response token; accepts at least one sequence with a response.")
+
+    def left() -> float:
+        return timeout_s - (time.perf_counter() - started)
+
+    captures = {role: engine.trace(sequences, timeout_s=left()) for role, engine in traceable.items()}
+    comparisons, passes = compare_activations(captures), len(captures)
+    parted = differing(comparisons)[:_SIZED]
+    if parted and left() > timeout_s - left():
+        sized = {
+            role: engine.trace(sequences, values_of=parted, timeout_s=left()) for role, engine in traceable.items()
+        }
+        comparisons, passes = compare_activations(sized), passes + len(sized)
+    return TraceReport(
+        summary=summarise(comparisons),
+        comparisons=comparisons,
+        left_out={role: {**capture.left_out, **incomparable(captures)} for role, capture in captures.items()},
+        passes=passes,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _traceable(role: PolicyRole, engine: ScoringBackend) -> Traceable:
+    if not isinstance(engine, Traceable):
+        raise TracingError(
+            f"the {role.value} engine is a {type(engine).__name__}, which has no trace; set mismatch_hooks.trace to "
+            "false, or give that backend a trace method."
+        )
+    return engine

@@ -81,7 +81,7 @@ def _training(model: Any) -> _Found:
             if type(module) not in (ColumnParallelLinear, RowParallelLinear):
                 raise BindingError(
                     f"the trainer's decoder.layers.{index}.{path} is a {type(module).__name__}; the linear "
-                    "reference covers ColumnParallelLinear and RowParallelLinear, which get_gpt_layer_local_spec builds "
+                    "reference covers ColumnParallelLinear and RowParallelLinear, which the local spec builds "
                     "for dense layers."
                 )
             if module.sequence_parallel or module.explicit_expert_comm:

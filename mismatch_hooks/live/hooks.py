@@ -16,6 +16,7 @@ from mismatch_hooks.live.isolation import ErrorLedger, Fanout
 from mismatch_hooks.live.planning import make_plan
 from mismatch_hooks.live.registry import load_registry
 from mismatch_hooks.live.settings import with_digest, with_sampling
+from mismatch_hooks.live.tracing import trace_batch
 from mismatch_hooks.live.weights import WeightsWatch
 from mismatch_hooks.pipeline.bind import RestoreError
 from mismatch_hooks.pipeline.compare import differing_settings, not_as_requested
@@ -316,6 +317,9 @@ class MismatchHooks:
                 self._not_reached = result.not_reached
                 self._plan = self._plan.starting_with(result.not_reached)
                 self._publish(step, result)
+            if guarded.error is None and self._config.trace:
+                with self._ledger.guard("trace", step=step):
+                    self._trace(step, capture)
         finally:
             cost = time.perf_counter() - started
             self._ablation_s += cost
@@ -371,6 +375,11 @@ class MismatchHooks:
             timeout_s=self._config.scoring_timeout,
             budget_s=self._cadence.allowance_s(elapsed_s=time.perf_counter() - self._started),
         )
+
+    def _trace(self, step: int, capture: StepCapture) -> None:
+        _, sequences = capture.sample(self._config.sample_sequences)
+        found = trace_batch(self._engines, sequences, timeout_s=self._config.scoring_timeout)
+        self._emit("trace", step, thaw(found))
 
     def _publish(self, step: int, result: AblationResult) -> None:
         for verdict in result.verdicts:

@@ -97,6 +97,8 @@ def render_event(event: Event) -> RenderableType | None:
             parts = [render_not_as_requested(not_as_requested)] if not_as_requested else []
             parts += [render_differences(differences)] if differences else []
             return Group(*parts) if parts else None
+        case "trace":
+            return Text.assemble(("trace ", "bold"), f" step {event.step}  {event.payload['summary']}")
         case "alert":
             return render_alert(event.payload, step=event.step)
         case "error":

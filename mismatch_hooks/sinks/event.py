@@ -31,7 +31,10 @@ EVENT_TYPES: Mapping[str, str] = {
     "gate": "factor, origin, gate, ok, reason",
     "arm": "factor, origin, arm, metrics {name: value}",
     "verdict": "factor, origin, noise_floor, path, diagnosis, reason, recommendation, arms {arm: {metric: value}}, "
-    "gates {gate: {ok, reason}}, effects {arm: {...}}, tokens, interval, resolvable, passes, seconds, fingerprint",
+    "gates {gate: {ok, reason}}, effects {arm: {...}}, tokens, interval, resolvable, passes, seconds, fingerprint, "
+    "paths {term: {metric: value}}, not_reached [factor], ablation_passes, ablation_seconds",
+    "trace": "summary, comparisons [{semantic, tokens, equal_tokens, max_abs, first_difference, missing_on}] in the "
+    "order of the forward, left_out {side: {point: reason}}, passes, seconds",
     "alignment": "operators, and what the run found of them",
     "alert": "kind, severity, state, title, text, since_step, value, baseline, transient, recommendation",
     "error": "cause, message, count: of this cause so far, total: of all causes so far",

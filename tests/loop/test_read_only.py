@@ -68,3 +68,14 @@ def test_capture_covers_every_sampled_token_and_rescoring_repeats_what_was_sampl
     for verdict in (verdict for verdict in with_hooks.events("verdict") if verdict["arms"]):
         assert verdict["paths"]["training_rescore"]["tokens"] == verdict["tokens"]
         assert verdict["paths"]["live_against_decode"]["bitwise_fraction"] == 1.0
+
+
+def test_a_trace_says_where_inside_the_model_the_sides_part(both: tuple[Run, Run]) -> None:
+    _, with_hooks = both
+    traces = with_hooks.events("trace")
+    assert [trace["step"] for trace in traces] == [1, 2, 3]
+    for trace in traces:
+        assert trace["comparisons"][0]["semantic"] == "embedding"
+        # A lookup copies rows, and the sides hold the same weights.
+        assert trace["comparisons"][0]["equal_tokens"] == trace["comparisons"][0]["tokens"] > 0
+        assert "first difference at" in trace["summary"]

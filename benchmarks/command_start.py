@@ -1,6 +1,6 @@
 """How long ``mismatch-hooks list`` and ``plan`` take from the shell, with many registered factors.
 
-A throw-away distribution with that many factors is put on the path of each command, found by entry point like any other.
+A throw-away distribution with that many factors is put on the path of each command and found by entry point.
 
 Usage: python benchmarks/command_start.py [--json] [--runs 9] [--factors 50 100 200]
 """

@@ -33,13 +33,12 @@ class Tutorial:
 
     def run(self, *command: str) -> str:
         """Return what a command prints where this distribution is installed."""
-        paths = [str(Path(sys.executable).parent), os.environ["PATH"]]
         environment = {
             **os.environ,
             "PYTHONPATH": str(self.site),
-            "PATH": os.pathsep.join(paths),
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
             "COLUMNS": "120",
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # they take as long to load as the tests to run
         }
         done = subprocess.run(
             command, cwd=self.source, env=environment, capture_output=True, text=True, timeout=60, check=False

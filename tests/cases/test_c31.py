@@ -84,7 +84,7 @@ def planted_in_norm(tiny: TinyEngines, layer: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("engines", "points"), [("llama_engines", 25), ("qwen3_engines", 29)])
-def test_c31_an_aligned_run_has_no_difference_in_any_layer(
+def test_C31_an_aligned_run_has_no_difference_in_any_layer(
     engines: str, points: int, request: pytest.FixtureRequest
 ) -> None:
     tiny = request.getfixturevalue(engines)
@@ -104,7 +104,7 @@ def test_c31_an_aligned_run_has_no_difference_in_any_layer(
         pytest.param(1, "Identical up to layer 0's output, first difference at layer 1 input norm", id="second layer"),
     ],
 )
-def test_c31_one_planted_norm_is_where_the_sides_part(layer: int, summary: str, llama_engines: TinyEngines) -> None:
+def test_C31_one_planted_norm_is_where_the_sides_part(layer: int, summary: str, llama_engines: TinyEngines) -> None:
     with aligned(llama_engines), planted_in_norm(llama_engines, layer):
         report = traced(llama_engines)
     assert report.summary.startswith(f"{summary} (48 of 48 tokens, by up to ")
@@ -114,7 +114,7 @@ def test_c31_one_planted_norm_is_where_the_sides_part(layer: int, summary: str, 
     assert report.passes == 4
 
 
-def test_c31_forwards_that_are_not_ours_leave_nothing(
+def test_C31_forwards_that_are_not_ours_leave_nothing(
     llama_engines: TinyEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = batch(((60, 40), (70, 40), (50, 40)))  # 300 tokens, 256 a forward
@@ -145,7 +145,7 @@ def _dummy_runs_around_each_step(tiny: TinyEngines, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("role", "name"), [(ROLLOUT, "o_proj"), (TRAINING, "linear_proj")])
-def test_c31_what_is_written_over_an_activation_later_is_not_seen(
+def test_C31_what_is_written_over_an_activation_later_is_not_seen(
     role: PolicyRole, name: str, llama_engines: TinyEngines
 ) -> None:
     model = llama_engines.models[role]
@@ -162,7 +162,7 @@ def test_c31_what_is_written_over_an_activation_later_is_not_seen(
     assert overwritten.modules == one_side(llama_engines, role).modules
 
 
-def test_c31_a_layers_output_is_the_sum_of_what_it_returns(llama_engines: TinyEngines) -> None:
+def test_C31_a_layers_output_is_the_sum_of_what_it_returns(llama_engines: TinyEngines) -> None:
     hidden: list[torch.Tensor] = []
     stream: list[torch.Tensor] = []
 
@@ -181,7 +181,7 @@ def test_c31_a_layers_output_is_the_sum_of_what_it_returns(llama_engines: TinyEn
     assert largest != hidden[0].float().abs().amax(dim=1).tolist()
 
 
-def test_c31_a_native_run_names_the_same_place_every_time(llama_engines: TinyEngines) -> None:
+def test_C31_a_native_run_names_the_same_place_every_time(llama_engines: TinyEngines) -> None:
     first, second = traced(llama_engines), traced(llama_engines)
     # Measured here: the rollout's native norm rounds once more than the trainer's; the embedding is a copy.
     assert first.summary.startswith("Identical up to the embedding, first difference at layer 0 input norm (")

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,22 @@ def test_its_files_are_clean(tutorial: Tutorial) -> None:
 
 def _trimmed(text: str) -> list[str]:
     return [line.rstrip() for line in text.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("package", "file", "called"),
+    [
+        ("vllm", "model_executor/layers/linear.py", "= tensor_model_parallel_all_reduce(output_parallel)"),
+        ("vllm", "model_executor/layers/linear.py", "= tensor_model_parallel_all_gather(output_parallel)"),
+        ("vllm", "model_executor/custom_op.py", "return self._forward_method(*args, **kwargs)"),
+        ("megatron", "core/tensor_parallel/layers.py", "= reduce_from_tensor_model_parallel_region(output_parallel, "),
+        ("megatron", "core/tensor_parallel/layers.py", "= gather_from_tensor_model_parallel_region(output_parallel, "),
+        ("megatron", "core/transformer/mlp.py", "= self.activation_func(intermediate_parallel)"),
+    ],
+)
+def test_the_engines_call_what_the_adapters_replace(package: str, file: str, called: str) -> None:
+    found = find_spec(package)
+    if found is None or not found.submodule_search_locations:
+        pytest.skip(f"{package} is not installed")
+    places = [Path(place) / file for place in found.submodule_search_locations]
+    assert called in next(place for place in places if place.is_file()).read_text(encoding="utf-8")

@@ -63,7 +63,7 @@ def test_rollouts_head_is_called_at_least_once_a_forward_and_once_for_each_call_
         ),
         pytest.param(
             {"method": object},
-            "lm_head holds its weight in object; the fp32 head covers an unquantised one.",
+            "lm_head holds its weight in object; the fp32 head needs it unquantised.",
             id="quantised",
         ),
     ],

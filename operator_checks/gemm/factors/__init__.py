@@ -1,1 +1,0 @@
-"""Declarations only: importing them needs no engine and no torch."""

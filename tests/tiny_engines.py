@@ -210,14 +210,19 @@ def llama_engines(_llama_rollout: tuple[Path, Any], megatron_core: None) -> Tiny
     return _pair(*_llama_rollout)
 
 
-@pytest.fixture(scope="module")
-def fp32_head_engines(tmp_path_factory: pytest.TempPathFactory, megatron_core: None) -> Iterator[TinyEngines]:
-    """Llama shape, untied head, which rollout runs in fp32 by vLLM's own option and training in bf16."""
+@pytest.fixture(scope="session")  # to stop one engine of this process takes the process groups from the others
+def _fp32_head_rollout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any]]:
     pytest.importorskip("vllm", reason="vLLM is not installed")
     folder = _checkpoint(tmp_path_factory, "llama")
     rollout = _rollout(folder, hf_overrides={"head_dtype": "float32"})
-    yield _pair(folder, rollout)
+    yield folder, rollout
     rollout._llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(scope="module")
+def fp32_head_engines(_fp32_head_rollout: tuple[Path, Any], megatron_core: None) -> TinyEngines:
+    """Llama shape, untied head, which rollout runs in fp32 by vLLM's own option and training in bf16."""
+    return _pair(*_fp32_head_rollout)
 
 
 @pytest.fixture(scope="module")

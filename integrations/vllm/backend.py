@@ -1,6 +1,5 @@
 """vLLM as a scoring backend: log-probs by prefill, bindings, readback and digests of an ``LLM``."""
 
-import math
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,23 +9,28 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from mismatch_hooks.integrations.vllm import FORCED_DECODE, WORKER_EXTENSION, activations, capture, readback
+from mismatch_hooks.integrations.vllm import (
+    FORCED_DECODE,
+    WORKER_EXTENSION,
+    activations,
+    capture,
+    readback,
+    scoring_pass,
+)
 from mismatch_hooks.integrations.vllm.random_streams import random_streams_untouched
-from mismatch_hooks.integrations.vllm.worker import WorkerExtension, as_value
+from mismatch_hooks.integrations.vllm.worker import WorkerExtension
 from mismatch_hooks.live.activation_recorder import token_digests, traced_tokens
-from mismatch_hooks.live.pass_arguments import Seen, call_counts, switch_states
+from mismatch_hooks.live.pass_arguments import switch_states
 from mismatch_hooks.live.registry import load_registry
 from mismatch_hooks.live.supported import VLLM
 from mismatch_hooks.pipeline.bind import BindingError, RestoreError
 from mismatch_hooks.schema.activation import ActivationCapture
 from mismatch_hooks.schema.capture import RolloutSequence
-from mismatch_hooks.schema.enums import Choice, ExecutionPath, PolicyRole, RebindCost, Source, SwitchStatus, Value
+from mismatch_hooks.schema.enums import Choice, ExecutionPath, PolicyRole, RebindCost, Source
 from mismatch_hooks.schema.freeze import thaw
 from mismatch_hooks.schema.readback import Readback, Reading, Unobservable
 from mismatch_hooks.schema.score import (
     Binding,
-    CallCount,
-    Evidence,
     LogprobShard,
     Score,
     ScoringSequence,
@@ -36,10 +40,9 @@ from mismatch_hooks.schema.score import (
 )
 
 TESTED_VERSIONS = SpecifierSet(VLLM.versions)
-_BATCH_SIZE, _PATH = "scoring.batch_size", "scoring.path"
 # What the backend flips itself, an argument of each pass, and what only a new engine can change; the rest is adapters'.
 _OWN = {
-    _BATCH_SIZE: RebindCost.PER_REQUEST,
+    scoring_pass.BATCH_SIZE: RebindCost.PER_REQUEST,
     "engine.compiled": RebindCost.ENGINE_REBUILD,
     "model.dtype": RebindCost.ENGINE_REBUILD,
     "model.head.dtype": RebindCost.ENGINE_REBUILD,
@@ -100,7 +103,7 @@ class VllmBackend:
     @property
     def capabilities(self) -> Mapping[str, RebindCost]:
         """Switch paths that this engine knows to the cost of flipping them; ``PER_REQUEST`` is live."""
-        decode = {_PATH: RebindCost.PER_REQUEST} if ExecutionPath.ROLLOUT_DECODE in self.paths else {}
+        decode = {scoring_pass.PATH: RebindCost.PER_REQUEST} if ExecutionPath.ROLLOUT_DECODE in self.paths else {}
         return {**_OWN, **decode, **load_registry().live_switches(self.role)}
 
     @contextmanager
@@ -166,10 +169,10 @@ class VllmBackend:
         started = time.perf_counter()
         binding = self._bindings[-1] if self._bindings else Binding(role=self.role)
         arguments = load_registry().pass_arguments(binding.choices)
-        path = path or _path(arguments.get(_PATH, ("", Choice.NATIVE))[1])
+        path = path or scoring_pass.asked_path(arguments.get(scoring_pass.PATH, ("", Choice.NATIVE))[1])
         self._require_path(path)
         self._require_scorable(sequences, path)
-        batches = _batches(sequences, arguments.get(_BATCH_SIZE, ("", Choice.NATIVE))[1])
+        batches = scoring_pass.batches(sequences, arguments.get(scoring_pass.BATCH_SIZE, ("", Choice.NATIVE))[1])
         outputs: dict[int, Any] = {}
         with random_streams_untouched():
             try:
@@ -179,14 +182,21 @@ class VllmBackend:
             finally:
                 passes = self._call("mh_end_pass")
         slices = tuple(
-            ShardSlice(sequence=index, start=0, logprobs=_response_logprobs(sequence, path, outputs.get(index)))
+            ShardSlice(
+                sequence=index, start=0, logprobs=scoring_pass.response_logprobs(sequence, path, outputs.get(index))
+            )
             for index, sequence in enumerate(sequences)
         )
         return Score(
             path=path,
             binding=binding,
             shards=(LogprobShard(rank=0, world_size=1, slices=slices),),
-            evidence=_evidence(passes, arguments, _forwards(sequences, batches, path), _seen(slices, path)),
+            evidence=scoring_pass.evidence(
+                passes,
+                arguments,
+                scoring_pass.expected_forwards(sequences, batches, path),
+                scoring_pass.decoded_tokens(slices, path),
+            ),
             seconds=time.perf_counter() - started,
         )
 
@@ -215,7 +225,7 @@ class VllmBackend:
         binding = self._bindings[-1] if self._bindings else Binding(role=self.role)
         arguments = load_registry().pass_arguments(binding.choices)
         self._require_scorable(sequences, path)
-        batches = _batches(sequences, arguments.get(_BATCH_SIZE, ("", Choice.NATIVE))[1])
+        batches = scoring_pass.batches(sequences, arguments.get(scoring_pass.BATCH_SIZE, ("", Choice.NATIVE))[1])
         with random_streams_untouched():
             try:
                 self._call("mh_begin_pass")
@@ -232,7 +242,9 @@ class VllmBackend:
             token_digests=token_digests(sequences),
             modules=modules,
             left_out=left_out,
-            evidence=_evidence(passes, arguments, _forwards(sequences, batches, path), {}),
+            evidence=scoring_pass.evidence(
+                passes, arguments, scoring_pass.expected_forwards(sequences, batches, path), {}
+            ),
             seconds=time.perf_counter() - started,
         )
 
@@ -247,7 +259,7 @@ class VllmBackend:
         if refused:
             raise BindingError(" ".join(sorted(refused)))
         arguments = load_registry().pass_arguments(binding.choices)
-        live = tuple(_switch(switch) for reply in replies for switch in reply["switches"])
+        live = tuple(scoring_pass.switch_state(switch) for reply in replies for switch in reply["switches"])
         return live + switch_states(arguments, {}, rank=0)
 
     def read_back(self) -> Readback:
@@ -406,7 +418,7 @@ class VllmBackend:
         finished: dict[int, Any] = {}
         try:
             for name, index in names.items():
-                token_ids, params = _request(sequences[index], path)
+                token_ids, params = scoring_pass.request(sequences[index], path)
                 # The salt keeps blocks written under a binding from ever matching a request of the loop.
                 prompt = tokens_input(token_ids, cache_salt=uuid.uuid4().hex)
                 admitted.append(engine.add_request(name, prompt, params))
@@ -447,104 +459,8 @@ def _is_ours(named: str) -> bool:
     return isinstance(found, type) and issubclass(found, WorkerExtension)
 
 
-def _request(sequence: ScoringSequence, path: ExecutionPath) -> tuple[list[int], Any]:
-    """The prompt and the sampling parameters with which the engine goes over a response along ``path``."""
-    if path is ExecutionPath.ROLLOUT_DECODE:
-        from mismatch_hooks.integrations.vllm.forced_decode import forced_params
-
-        return list(sequence.prompt_token_ids), forced_params(sequence.response_token_ids)
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    params = SamplingParams(
-        prompt_logprobs=0,
-        max_tokens=1,
-        temperature=0.0,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-    return [*sequence.prompt_token_ids, *sequence.response_token_ids], params
-
-
-def _response_logprobs(sequence: ScoringSequence, path: ExecutionPath, output: Any) -> tuple[float, ...]:
-    if path is ExecutionPath.ROLLOUT_DECODE and output is not None:
-        from mismatch_hooks.integrations.vllm.forced_decode import forced_logprobs
-
-        decoded = forced_logprobs(sequence.response_token_ids, output.outputs[0])
-        return decoded + (math.nan,) * (len(sequence.response_token_ids) - len(decoded))
-    if output is None or output.prompt_logprobs is None:
-        return (math.nan,) * len(sequence.response_token_ids)
-    start = len(sequence.prompt_token_ids)
-    found = (
-        (output.prompt_logprobs[start + offset] or {}).get(token)
-        for offset, token in enumerate(sequence.response_token_ids)
-    )
-    return tuple(math.nan if entry is None else float(entry.logprob) for entry in found)
-
-
 def _plain(binding: Binding) -> dict[str, Any]:
     return {"choices": thaw(binding.choices), "parameters": thaw(binding.parameters)}
-
-
-def _batches(sequences: Sequence[ScoringSequence], size: Value) -> list[list[int]]:
-    """The sequences that take part in a pass, cut into batches of which each is finished before the next begins."""
-    scored = [index for index, sequence in enumerate(sequences) if sequence.response_token_ids]
-    rows = size if isinstance(size, int) else max(len(scored), 1)
-    return [scored[first : first + rows] for first in range(0, len(scored), rows)]
-
-
-def _path(asked: Value) -> ExecutionPath:
-    return ExecutionPath.ROLLOUT_FULL_PREFILL if asked is Choice.NATIVE else ExecutionPath(asked)
-
-
-def _seen(slices: Sequence[ShardSlice], path: ExecutionPath) -> dict[str, Seen]:
-    """What a pass that decoded shows of its path: of how many tokens the engine decoded the very one."""
-    if path is ExecutionPath.ROLLOUT_FULL_PREFILL:
-        return {}
-    tokens = [math.isfinite(value) for piece in slices for value in piece.logprobs]
-    return {_PATH: Seen(value=path.value, expected=len(tokens), observed=sum(tokens))}
-
-
-def _forwards(sequences: Sequence[ScoringSequence], batches: Sequence[Sequence[int]], path: ExecutionPath) -> int:
-    """The model forwards of a pass of which the scheduler cuts up no batch."""
-    if path is ExecutionPath.ROLLOUT_FULL_PREFILL:
-        return len(batches)
-    return sum(max(len(sequences[index].response_token_ids) for index in batch) for batch in batches)
-
-
-def _evidence(
-    passes: Sequence[Mapping[str, Any]],
-    arguments: Mapping[str, tuple[str, Value]],
-    expected: int,
-    seen_by_all: Mapping[str, Seen],
-) -> Evidence:
-    ranks = sorted(passes, key=lambda reply: int(reply["rank"]))
-    calls = [CallCount(**plain) for reply in ranks for plain in reply["calls"]]
-    switches = [_switch(plain) for reply in ranks for plain in reply["switches"]]
-    for rank, reply in enumerate(ranks):
-        seen = dict(seen_by_all)
-        if _BATCH_SIZE in arguments and arguments[_BATCH_SIZE][1] is not Choice.NATIVE:
-            # A batch that the scheduler cut up took more forwards, and then the batch size was not the one asked for.
-            forwards, asked = int(reply["forwards"]), arguments[_BATCH_SIZE][1]
-            value = asked if forwards == expected else None
-            seen[_BATCH_SIZE] = Seen(value=value, expected=expected, observed=forwards)
-        calls += call_counts(arguments, seen, rank=rank)
-        switches += switch_states(arguments, seen, rank=rank)
-    return Evidence(
-        forwards=tuple(int(reply["forwards"]) for reply in ranks), calls=tuple(calls), switches=tuple(switches)
-    )
-
-
-def _switch(plain: Mapping[str, Any]) -> SwitchState:
-    effective = plain["effective"]
-    return SwitchState(
-        factor=plain["factor"],
-        rank=plain["rank"],
-        requested=as_value(plain["requested"]),
-        effective=None if effective is None else as_value(effective),
-        status=SwitchStatus(plain["status"]),
-        trace=tuple(plain["trace"]),
-    )
 
 
 def _agreed(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:

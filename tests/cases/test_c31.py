@@ -134,10 +134,10 @@ def _dummy_runs_around_each_step(tiny: TinyEngines, monkeypatch: pytest.MonkeyPa
 
     def among_dummies() -> Any:
         # With attention forced these look like scheduled forwards: the buffers still hold our last tokens and
-        # positions, and the batch our requests.
-        runner._dummy_run(48, force_attention=True)
+        # positions, and the batch our requests, now with 30 rows each, which are not theirs.
+        runner._dummy_run(240, force_attention=True)
         finished = step()
-        runner._dummy_run(64, force_attention=True)
+        runner._dummy_run(240, force_attention=True)
         runner._dummy_run(16)
         return finished
 

@@ -15,7 +15,3 @@ def test_an_absent_engine_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPat
     extra = absent.partition(".")[0]
     with pytest.raises(RecipeError, match=rf"^{absent} is not installed.*mismatch-hooks\[{extra}\]\.$"):
         train.require_engines()
-
-
-def test_both_engines_are_found_here() -> None:
-    train.require_engines()

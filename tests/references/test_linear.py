@@ -160,14 +160,14 @@ def test_every_product_is_one_of_the_same_two_tiles(monkeypatch: pytest.MonkeyPa
     shapes, multiply = set(), torch.bmm
 
     def bmm(left: Tensor, right: Tensor) -> Tensor:
-        shapes.add((left.shape[1:], right.shape[1:]))
+        shapes.add((left.shape[1:], right.shape[1:], left.stride()[1:], right.stride()[1:]))
         return multiply(left, right)
 
     monkeypatch.setattr(torch, "bmm", bmm)
     for rows, outputs in ((1, 1), (3, 64), (40, 200), (16, 9000)):
         _fp32(_drawn(rows, 24), _drawn(outputs, 24))
         _fp32(_drawn(24, rows).T, _drawn(24, outputs).T)  # and however the operands lie
-    assert shapes == {((TILE_ROWS, 24), (24, TILE_COLUMNS))}
+    assert shapes == {((TILE_ROWS, 24), (24, TILE_COLUMNS), (24, 1), (1, 24))}
 
 
 def test_a_weight_that_was_written_to_takes_part_at_the_next_call() -> None:

@@ -1,0 +1,132 @@
+"""Where the linear reference goes in each live engine.
+
+Written against vllm 0.32 (``apply`` of the linear method that each layer holds) and megatron-core 0.16
+(``_forward_impl`` of the parallel linears). Both are the bare product: collectives around it stay as they are.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mismatch_hooks.pipeline.bind import BindingError, PatchSite
+from mismatch_hooks.schema.enums import PolicyRole
+from mismatch_hooks.schema.shape import ModelShape
+
+_ROLLOUT_SITE = "model.layers.*.{self_attn.qkv_proj,self_attn.o_proj,mlp.gate_up_proj,mlp.down_proj}"
+_TRAINING_SITE = "decoder.layers.*.{self_attention.linear_qkv,self_attention.linear_proj,mlp.linear_fc1,mlp.linear_fc2}"
+_ROLLOUT_LINEARS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+_TRAINING_LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+
+
+def parameters(factor: str, shape: ModelShape) -> Mapping[str, object]:
+    """Return nothing: a product has no number of the model file in it."""
+    return {}
+
+
+def sites(factor: str, role: PolicyRole, model: Any, parameters: Mapping[str, object]) -> Sequence[PatchSite]:
+    """Return the four linears of every layer of a live model, each called once a forward.
+
+    Args:
+        factor: ``"gemm.accumulation"``.
+        role: which engine ``model`` belongs to.
+        model: vLLM's model module on this rank, or the ``GPTModel``.
+        parameters: as ``parameters()`` gives them, plus ``implementation``.
+
+    Raises:
+        BindingError: a layer has a linear that the reference does not cover.
+    """
+    found = _rollout(model) if role is PolicyRole.ROLLOUT else _training(model)
+    return [
+        PatchSite(
+            factor=factor,
+            site=_ROLLOUT_SITE if role is PolicyRole.ROLLOUT else _TRAINING_SITE,
+            owner=owner,
+            name=name,
+            build=build,
+            calls_per_forward=1,
+        )
+        for owner, name, build in found
+    ]
+
+
+_Found = list[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]]]
+
+
+def _rollout(model: Any) -> _Found:
+    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+    from vllm.model_executor.models.utils import PPMissingLayer
+
+    found: _Found = []
+    for index, layer in enumerate(model.model.layers):
+        if isinstance(layer, PPMissingLayer):  # another pipeline stage has it
+            continue
+        for path in _ROLLOUT_LINEARS:
+            module = _at(layer, path)
+            method = getattr(module, "quant_method", None)
+            if not isinstance(module, LinearBase) or type(method) is not UnquantizedLinearMethod:
+                raise BindingError(
+                    f"the rollout's model.layers.{index}.{path} is a {type(module).__name__} with "
+                    f"{type(method).__name__}; the linear reference covers unquantised linears of dense layers."
+                )
+            found.append((method, "apply", _rollout_linear))
+    return found
+
+
+def _training(model: Any) -> _Found:
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    found: _Found = []
+    for index, layer in enumerate(model.decoder.layers):
+        for path in _TRAINING_LINEARS:
+            module = _at(layer, path)
+            if type(module) not in (ColumnParallelLinear, RowParallelLinear):
+                raise BindingError(
+                    f"the trainer's decoder.layers.{index}.{path} is a {type(module).__name__}; the linear "
+                    "reference covers ColumnParallelLinear and RowParallelLinear, which the local spec builds "
+                    "for dense layers."
+                )
+            if module.sequence_parallel or module.explicit_expert_comm:
+                raise BindingError(
+                    f"the trainer's decoder.layers.{index}.{path} gathers its input over ranks inside the product "
+                    "(sequence_parallel); the linear reference does not."
+                )
+            found.append((module, "_forward_impl", _training_linear))
+    return found
+
+
+def _at(layer: Any, path: str) -> Any:
+    for name in path.split("."):
+        layer = getattr(layer, name, None)
+    return layer
+
+
+def _rollout_linear(original: Callable[..., Any]) -> Callable[..., Any]:
+    from mismatch_hooks.operator_checks.gemm.packed_weight import PackedWeight
+    from mismatch_hooks.references.linear import linear
+
+    packed = PackedWeight(original)
+
+    def apply(layer: Any, x: Any, bias: Any = None) -> Any:
+        return linear(x, packed.of(layer), bias, dtype=x.dtype)
+
+    return apply
+
+
+def _training_linear(original: Callable[..., Any]) -> Callable[..., Any]:
+    from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+
+    from mismatch_hooks.references.linear import linear
+
+    def product(
+        input: Any,
+        weight: Any,
+        bias: Any = None,
+        *,
+        allreduce_dgrad: bool = False,
+        tp_group: Any = None,
+        **ignored: Any,
+    ) -> Any:
+        if allreduce_dgrad:  # the native product adds the gradients of its input over the ranks by itself
+            input = copy_to_tensor_model_parallel_region(input, group=tp_group)
+        return linear(input, weight, bias, dtype=input.dtype)
+
+    return product

@@ -89,6 +89,7 @@ class AblationResult:
         passes: scoring passes spent, the restoration proof included.
         seconds: wall time.
         least_seconds: what the same would have taken for its slowest factor alone.
+        whole_seconds: what it would have taken with those not reached, each as slow as the slowest one.
     """
 
     verdicts: tuple[Verdict, ...]
@@ -97,6 +98,7 @@ class AblationResult:
     passes: int
     seconds: float
     least_seconds: float
+    whole_seconds: float
 
 
 def ablate(
@@ -126,7 +128,8 @@ def ablate(
         pitfalls: sentences of the guards that were tripped.
         fingerprint: of the execution.
         timeout_s: seconds for one pass.
-        budget_s: seconds for all of it; a factor that could not be finished in time is not begun, the first excepted.
+        budget_s: seconds for all of it; a factor that could not be finished in time is not begun, except the first and
+            those that need no pass.
 
     Raises:
         NotRestoredError: a pass after the arms is not, to the bit, the same pass before them.
@@ -138,15 +141,17 @@ def ablate(
     not_reached: list[str] = []
     slowest = 0.0
     before = {role: run.score(role, {}) for role in _ROLES}
+    proof_s = time.perf_counter() - started  # the same passes will be taken once more at the end
     try:
         decoded = run.decode()
         for case in plan.cases:
             begun = time.perf_counter()
-            if verdicts and begun - started + slowest > budget_s:
+            if slowest and case.factor.passes and begun - started + slowest + proof_s > budget_s:
                 not_reached.append(case.factor.id)
                 continue
             verdicts.append(_judge(case, run, before, noise_floor, pitfalls, fingerprint, plan.origin))
-            slowest = max(slowest, time.perf_counter() - begun)
+            if case.factor.passes:
+                slowest = max(slowest, time.perf_counter() - begun)
     finally:
         _prove_restored(run, before)
     seconds = time.perf_counter() - started
@@ -157,6 +162,7 @@ def ablate(
         passes=run.passes,
         seconds=seconds,
         least_seconds=seconds - sum(verdict.seconds for verdict in verdicts) + slowest,
+        whole_seconds=seconds + len(not_reached) * slowest,
     )
 
 

@@ -70,6 +70,7 @@ class Alert:
         value: the metric in this step; NaN where it did not arrive.
         baseline: what the run's own first steps showed, or None when there is no such figure.
         transient: True on closing when it lasted a few steps only.
+        regression: False for what the first step showed already, which the scheduled ablation will explain as well.
         recommendation: what to do now; empty when there is nothing to do.
     """
 
@@ -83,6 +84,7 @@ class Alert:
     value: float
     baseline: float | None
     transient: bool = False
+    regression: bool = True
     recommendation: str = ""
 
     def __post_init__(self) -> None:

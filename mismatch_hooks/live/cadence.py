@@ -22,13 +22,16 @@ class Cadence:
     requested: bool = False
     postponed: int = 0
     _least_cost_s: float = 0.0
+    _whole_cost_s: float = 0.0
     _overdue: bool = False
 
     def decide(self, step: int, *, elapsed_s: float) -> bool:
         """Return whether to ablate now.
 
-        An ablation that is due stays due until one factor of it can be afforded: the cadence stretches. The first one
-        runs at its step, because nothing is known about its cost before.
+        An ablation that is due stays due until all of it can be afforded: the cadence stretches. It is not begun for
+        one factor, because what surrounds the factors costs more than most of them; after an alert it is, because the
+        batch that shows the cause will not come back. The first one runs at its step, because nothing is known about
+        its cost before.
 
         Args:
             step: the loop's step; counted from 0.
@@ -39,7 +42,8 @@ class Cadence:
         due = self._overdue or self.requested or (step > 0 and step % self.every == 0)
         if not due:
             return False
-        if self.spent_s + self._least_cost_s > self.budget * (elapsed_s + self._least_cost_s):
+        cost_s = self._least_cost_s if self.requested else self._whole_cost_s
+        if self.spent_s + cost_s > self.budget * (elapsed_s + cost_s):
             self.postponed += 0 if self._overdue else 1
             self._overdue = True
             return False
@@ -49,13 +53,14 @@ class Cadence:
         """Return how long an ablation may take that begins now, seconds: what the budget has left by its end."""
         return math.inf if self.budget >= 1 else (self.budget * elapsed_s - self.spent_s) / (1 - self.budget)
 
-    def record(self, cost_s: float, *, least_s: float) -> None:
+    def record(self, cost_s: float, *, least_s: float, whole_s: float) -> None:
         """Account for an ablation that ran.
 
         Args:
             cost_s: what it took, seconds.
             least_s: what one with a single factor would have taken, seconds.
+            whole_s: what one with every planned factor would have taken, seconds.
         """
         self.spent_s += cost_s
-        self._least_cost_s = least_s
+        self._least_cost_s, self._whole_cost_s = least_s, whole_s
         self._overdue = self.requested = False

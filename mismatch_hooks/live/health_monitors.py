@@ -139,7 +139,7 @@ def observe_dlogp_mean(
         title, text = f"dlogp_mean {value:.4f} {since}", f"{reading}, above the suspect limit of {limit:g} {since}."
     advice = "Read the verdicts of the examined factors; they name the operator and the side."
     alert = _alert(AlertKind.DLOGP_MEAN, Severity.WARNING, what, watch, step, value, title, text, advice, rules)
-    return state, (alert,)
+    return state, (replace(alert, regression=what is AlertState.ESCALATED or watch.since_step != first_step),)
 
 
 def observe_nonfinite(

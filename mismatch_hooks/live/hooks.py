@@ -275,7 +275,7 @@ class MismatchHooks:
     def _alert(self, step: int, metrics: Mapping[str, float]) -> None:
         for alert in self._alerts.observe(step, metrics):
             self._emit("alert", step, {key: value for key, value in thaw(alert).items() if key != "step"})
-            if alert.state is not AlertState.CLOSED:
+            if alert.state is not AlertState.CLOSED and alert.regression:
                 self._cadence.requested = True
             if self._on_alert is not None:
                 with self._ledger.guard("on_alert", step=step):
@@ -324,7 +324,8 @@ class MismatchHooks:
             cost = time.perf_counter() - started
             self._ablation_s += cost
             around = 0.0 if result is None else cost - result.seconds
-            self._cadence.record(cost, least_s=cost if result is None else around + result.least_seconds)
+            least, whole = (cost, cost) if result is None else (result.least_seconds, result.whole_seconds)
+            self._cadence.record(cost, least_s=around + least, whole_s=around + whole)
         if isinstance(guarded.error, NotRestoredError | RestoreError):
             self._no_ablation = str(guarded.error)
 

@@ -196,7 +196,7 @@ def test_a_baseline_of_zero_does_not_alarm_on_single_tokens() -> None:
 def test_a_mean_above_its_limit_from_the_first_step_is_one_finding_said_once() -> None:
     series = [{**metrics, "dlogp_mean": 0.044} for metrics in drawn([0.015] * 60)]
     (finding,) = watched(series)[0]
-    assert (finding.kind, finding.step, finding.since_step) == (AlertKind.DLOGP_MEAN, 0, 0)
+    assert (finding.kind, finding.step, finding.since_step, finding.regression) == (AlertKind.DLOGP_MEAN, 0, 0, False)
     assert "present from the first step, so it is a finding and not a regression" in finding.text
 
 
@@ -208,6 +208,7 @@ def test_a_mean_that_crosses_its_limit_later_must_stay_there_to_be_reported() ->
         (ESCALATED, 42, 30),
         (CLOSED, 47, 30),
     ]
+    assert all(alert.regression for alert in alerts)
 
 
 def test_an_open_clip_fraction_alert_speaks_for_the_mean_too() -> None:

@@ -180,6 +180,19 @@ def test_an_ablation_spends_two_passes_and_two_a_factor_two_for_the_proof_and_on
 
 
 @pytest.mark.parametrize(
+    ("error", "kind", "verdicts"),
+    [
+        pytest.param(0.02, "dlogp_mean", 0, id="a finding of the first step waits for its turn"),
+        pytest.param(0.5, "clip_fraction", 1, id="a clip_fraction over its limit does not"),
+    ],
+)
+def test_what_asks_for_an_ablation_out_of_turn(two_steps: Any, error: float, kind: str, verdicts: int) -> None:
+    loop = two_steps({"native_error": error}, config={"ablate_every": 50})
+    assert kind in {alert["kind"] for alert in loop.events("alert")}
+    assert len(loop.events("verdict")) == verdicts
+
+
+@pytest.mark.parametrize(
     ("rollout", "gate", "expected"),
     [
         pytest.param(

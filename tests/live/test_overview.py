@@ -52,7 +52,7 @@ def test_a_factor_of_another_operator_is_no_empty_success() -> None:
 
 def test_a_plan_counts_its_passes_and_says_what_is_left_out() -> None:
     made = _plan(operator="rollout")
-    assert [case["factor"] for case in made["cases"]] == ["rollout.batch_size", "rollout.execution_path"]
+    assert [case["factor"] for case in made["cases"]] == ["rollout.execution_path", "rollout.batch_size"]
     assert made["passes"] == 2 + 4 + 1
     assert {left["outcome"] for left in made["left_out"]} == {"not_switchable_in_process"}
     assert all("costs" in left["reason"] for left in made["left_out"])

@@ -11,12 +11,12 @@ from recipes.grpo_smollm2.session import Record
     ("elapsed_s", "limit_s", "expected"),
     [
         pytest.param(99.0, 0.0, False, id="no limit"),
-        pytest.param(6.9, 10.0, False, id="the longest step still fits"),
-        pytest.param(7.1, 10.0, True, id="it no longer does"),
+        pytest.param(7.9, 10.0, False, id="the longest step still fits, its hooks left out"),
+        pytest.param(8.1, 10.0, True, id="it no longer does"),
     ],
 )
 def test_no_step_begins_that_would_end_after_the_limit(elapsed_s: float, limit_s: float, expected: bool) -> None:
-    phases = [{"sample": 1.0, "hooks": 2.0}, {"sample": 1.0}]
+    phases = [{"sample": 1.5, "hooks": 9.0, "forward": 0.5}, {"sample": 1.0}]
     record = Record(path=Path("unused"), steps=[{"phases": one} for one in phases])
     assert record.would_end_late(elapsed_s, limit_s=limit_s) is expected
 

@@ -77,6 +77,7 @@ class WandbSink:
         self._waiting: list[dict[str, Any]] = []
         self._trying: list[int] = []
         self._rides = False
+        self._sends_tables = True
         self._ridden_at = -1
         self._ridden_step: int | None = None
         self._last_step = 0
@@ -184,6 +185,8 @@ class WandbSink:
 
     def _write(self, run: "wandb.Run") -> None:
         """Log the rows that wait, as far as the open row has room for them."""
+        import wandb
+
         while self._waiting:
             if self._rides:
                 open_at = run.step
@@ -191,11 +194,21 @@ class WandbSink:
                     return
                 self._ridden_at = open_at
             row = self._waiting.pop(0)
+            tables = {name: value for name, value in row.items() if isinstance(value, wandb.Table)}
             # Left in the list when the call raises or hangs: that step is then lost.
             self._trying.append(row[STEP])
-            run.log(row, commit=not self._rides)
+            run.log({name: value for name, value in row.items() if name not in tables}, commit=False)
             self._trying.pop()
             self._ridden_step = row[STEP]
+            # Apart, because a table is an artifact to W&B: where the server refuses it, only the tables are given up.
+            try:
+                if tables and self._sends_tables:
+                    self._sends_tables = False
+                    run.log(tables, commit=False)
+                    self._sends_tables = True
+            finally:
+                if not self._rides:
+                    run.log({}, commit=True)
 
     def _values(self, event: Event) -> dict[str, Any]:
         payload = event.payload

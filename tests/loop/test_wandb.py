@@ -1,8 +1,11 @@
-"""A real offline W&B run of the whole loop, opened by the host, read back by W&B's own reader."""
+"""W&B runs of the whole loop, opened by the host: offline, read back by W&B's own reader, and online, to a server."""
+
+from pathlib import Path
 
 import pytest
 
 from tests.loop.running import Run, run
+from tests.loop.wandb_server import wandb_server
 from tests.sinks.wandb_reader import rows, series
 
 pytestmark = pytest.mark.engine
@@ -37,3 +40,20 @@ def test_gates_and_verdicts_are_series(tracked: Run) -> None:
         2,
         3,
     ]
+
+
+def test_online_the_same_series_and_the_alerts_reach_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    with wandb_server() as received:
+        monkeypatch.setenv("WANDB_BASE_URL", received.address)
+        online = run("tiny_llama", tmp_path, HOOKS)
+    assert online.exit_code == 0, online.stderr
+    assert received.complete
+    wanted = [(event["step"], event["metrics"]["clip_fraction"]) for event in online.events("step")]
+    assert series(received.history, "mismatch/clip_fraction", over="mismatch/step") == wanted
+    assert [step for step, _ in series(received.history, "train/reward", over="_step")] == [0, 1, 2, 3]
+    assert [alert["title"] for alert in received.alerts] == [event["title"] for event in online.events("alert")]
+    assert not list((tmp_path / "wandb").glob("offline-run-*"))

@@ -230,6 +230,32 @@ def test_c29_log_that_raises_from_step_3_on_costs_w_and_b_its_steps_and_nothing_
     assert [row["train/loss"] for row in found if "train/loss" in row] == list(range(10) if host is not None else ())
 
 
+@pytest.mark.parametrize("in_the_hosts_run", [True, False], ids=["in the host's run", "in a run of our own"])
+def test_a_server_that_refuses_tables_is_asked_once_and_gets_every_series(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_the_hosts_run: bool
+) -> None:
+    log = wandb.Run.log
+
+    def refuse_tables(run: wandb.Run, data: dict[str, Any], *arguments: Any, **options: Any) -> None:
+        if any(isinstance(value, wandb.Table) for value in data.values()):
+            raise wandb.errors.CommError("no artifacts here")
+        log(run, data, *arguments, **options)
+
+    monkeypatch.setattr(wandb.Run, "log", refuse_tables)
+    host = open_host(tmp_path) if in_the_hosts_run else None
+    fanout = Fanout([our_sink(tmp_path)], ledger := ErrorLedger())
+    for number in range(6):
+        if host is not None:
+            host.log({"train/loss": number}, step=8073 + number)
+        fanout.emit(Event(type="verdict", step=number, payload=verdict()))
+        fanout.emit(step(number))
+    fanout.close(lambda: Event(type="run", payload={"state": "finished"}))
+    if host is not None:
+        host.finish()
+    assert ledger.by_cause() == {"sink wandb": 1}
+    assert series(rows(tmp_path), "mismatch/clip_fraction", over=STEP) == [(n, n / 64) for n in range(6)]
+
+
 def test_c29_a_finish_that_fails_is_said_in_the_closing_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fanout = Fanout([our_sink(tmp_path), JsonlSink(tmp_path / "events.jsonl")], ledger := ErrorLedger())
     fanout.emit(step(0))

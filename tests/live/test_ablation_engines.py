@@ -1,57 +1,23 @@
 """Every live factor on both real engines: bound, counted, read back, judged, restored."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import pytest
-import torch
 
-from mismatch_hooks.live.ablation import AblationResult, CapturedBatch, ablate
+from mismatch_hooks.live.ablation import AblationResult
 from mismatch_hooks.live.planning import make_plan
 from mismatch_hooks.live.registry import load_registry
-from mismatch_hooks.schema.enums import Diagnosis, Expansion, NoiseFloor, Origin, PlanOutcome, PolicyRole
-from mismatch_hooks.schema.score import ScoringSequence
+from mismatch_hooks.schema.enums import Diagnosis, Expansion, Origin, PlanOutcome, PolicyRole
+from tests.ablating import ablate_tiny
 from tests.tiny_engines import TinyEngines
 
 pytestmark = pytest.mark.engine
-ROLLOUT, TRAINING = PolicyRole.ROLLOUT, PolicyRole.TRAINING
-# Mixed lengths, so that batches pad and a decoding batch shrinks.
-SEQUENCES = tuple(
-    ScoringSequence(
-        prompt_token_ids=tuple(range(3, 3 + prompt)),
-        response_token_ids=tuple((7 * row + 11 * i) % 500 for i in range(response)),
-        response_mask=(True,) * response,
-    )
-    for row, (prompt, response) in enumerate([(5, 12), (9, 3), (4, 20), (16, 8), (7, 1)])
-)
-
-
-def _ablate(tiny: TinyEngines, factors: str | Sequence[str], origin: Origin = Origin.NATIVE) -> AblationResult:
-    scores = {role: engine.score(SEQUENCES).shards[0].slices for role, engine in tiny.engines.items()}
-    rows = {role: [piece.logprobs for piece in slices] for role, slices in scores.items()}
-    batch = CapturedBatch(
-        sequences=SEQUENCES,
-        rollout_logprobs=rows[ROLLOUT],
-        training_logprobs=rows[TRAINING],
-        epsilon_low=0.2,
-        epsilon_high=0.2,
-        weights={role: engine.weights_digest() for role, engine in tiny.engines.items()},
-    )
-    return ablate(
-        make_plan(factors, load_registry(), tiny.engines, tiny.shape, origin),
-        batch,
-        engines=tiny.engines,
-        registry=load_registry(),
-        shape=tiny.shape,
-        noise_floor=NoiseFloor.PRODUCTION,
-        pitfalls=(),
-        fingerprint="f",
-        timeout_s=60.0,
-    )
+TRAINING = PolicyRole.TRAINING
 
 
 @pytest.fixture(scope="module")
 def everything(qwen3_engines: TinyEngines) -> AblationResult:
-    return _ablate(qwen3_engines, "all")
+    return ablate_tiny(qwen3_engines, "all")
 
 
 def test_every_live_factor_is_judged_with_all_gates_open(everything: AblationResult) -> None:
@@ -102,25 +68,6 @@ def test_the_terms_of_the_difference_are_reported_apart(everything: AblationResu
     assert {"decode_against_prefill", "live_against_decode"} <= set(terms)
 
 
-def test_C06_a_sync_that_delivers_one_layer_is_named_tensor_by_tensor(qwen3_engines: TinyEngines) -> None:
-    trainer = qwen3_engines.models[TRAINING]
-    before = {name: parameter.detach().clone() for name, parameter in trainer.named_parameters()}
-    try:
-        with torch.no_grad():
-            for name, parameter in trainer.named_parameters():
-                if "layers.1." in name:  # the optimizer moved layer 1, and no sync delivered it
-                    parameter.add_(2.0**-4)
-        verdict = _ablate(qwen3_engines, ["weights.sync"]).verdicts[0]
-    finally:
-        with torch.no_grad():
-            for name, parameter in trainer.named_parameters():
-                parameter.copy_(before[name])
-    assert verdict.diagnosis is Diagnosis.CAUSED_BY_ROLLOUT_SIDE
-    named = len([name for name in qwen3_engines.engines[TRAINING].weights_digest().tensors if ".layers.1." in name])
-    assert f"{named} of " in verdict.reason and "model.layers.1." in verdict.reason
-    assert "model.layers.0." not in verdict.reason
-
-
 @pytest.mark.parametrize("engines", ["llama_engines", "qwen3_engines"])
 def test_from_aligned_both_engines_are_equal_to_the_bit_and_each_operator_is_told_apart(
     engines: str, request: pytest.FixtureRequest
@@ -139,7 +86,7 @@ def test_from_aligned_both_engines_are_equal_to_the_bit_and_each_operator_is_tol
         "norm.qk_norm": Diagnosis.CAUSED_BY_ROLLOUT_SIDE,
         "norm.rmsnorm": Diagnosis.CAUSED_BY_ROLLOUT_SIDE,
     }
-    result = _ablate(tiny, list(expected), Origin.ALIGNED)
+    result = ablate_tiny(tiny, list(expected), Origin.ALIGNED)
     floor = {name: figures["bitwise_fraction"] for name, figures in result.paths.items()}
     assert floor == {"cross_framework": 1.0, "decode_against_prefill": 1.0}
     found = {verdict.factor: verdict.diagnosis for verdict in result.verdicts}

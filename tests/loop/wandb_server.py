@@ -18,7 +18,7 @@ _RUN = {
 }
 _SEQUENCE = {"id": "sequence", "latestArtifact": {"id": "artifact", "versionIndex": 0}}
 # One answer holds every field that the client asks for, whatever it asks.
-_ANSWER = {
+_ANSWER: dict[str, Any] = {
     "project": None,  # no artifact of any type is there yet
     "viewer": {"id": "user", "entity": "team", "username": "user", "flags": "{}", "teams": {"edges": []}},
     "serverInfo": {"features": [], "cliVersionInfo": {}, "latestLocalVersionInfo": None},

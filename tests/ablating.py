@@ -1,0 +1,54 @@
+"""One ablation of the tiny engines on a fixed batch of mixed lengths, as the hooks would run it."""
+
+from collections.abc import Mapping, Sequence
+
+from mismatch_hooks.live.ablation import AblationResult, CapturedBatch, ablate
+from mismatch_hooks.live.planning import make_plan
+from mismatch_hooks.live.registry import load_registry
+from mismatch_hooks.schema.enums import NoiseFloor, Origin, PolicyRole
+from mismatch_hooks.schema.score import ScoringSequence
+from tests.tiny_engines import TinyEngines
+
+# Mixed lengths, so that batches pad and a decoding batch shrinks.
+SEQUENCES = tuple(
+    ScoringSequence(
+        prompt_token_ids=tuple(range(3, 3 + prompt)),
+        response_token_ids=tuple((7 * row + 11 * i) % 500 for i in range(response)),
+        response_mask=(True,) * response,
+    )
+    for row, (prompt, response) in enumerate([(5, 12), (9, 3), (4, 20), (16, 8), (7, 1)])
+)
+
+
+def ablate_tiny(
+    tiny: TinyEngines,
+    factors: str | Sequence[str],
+    origin: Origin = Origin.NATIVE,
+    *,
+    sequences: Sequence[ScoringSequence] = SEQUENCES,
+    pitfalls: Sequence[str] = (),
+) -> AblationResult:
+    """Ablate; the live values are those of a native scoring pass a side."""
+    rows: Mapping[PolicyRole, list[tuple[float | None, ...]]] = {
+        role: [piece.logprobs for piece in engine.score(sequences).shards[0].slices]
+        for role, engine in tiny.engines.items()
+    }
+    batch = CapturedBatch(
+        sequences=sequences,
+        rollout_logprobs=rows[PolicyRole.ROLLOUT],
+        training_logprobs=rows[PolicyRole.TRAINING],  # type: ignore[arg-type]
+        epsilon_low=0.2,
+        epsilon_high=0.2,
+        weights={role: engine.weights_digest() for role, engine in tiny.engines.items()},
+    )
+    return ablate(
+        make_plan(factors, load_registry(), tiny.engines, tiny.shape, origin),
+        batch,
+        engines=tiny.engines,
+        registry=load_registry(),
+        shape=tiny.shape,
+        noise_floor=NoiseFloor.PRODUCTION,
+        pitfalls=pitfalls,
+        fingerprint="f",
+        timeout_s=60.0,
+    )

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
-from mismatch_hooks.live.ablation import AblationResult, CapturedBatch, ablate
+from mismatch_hooks.live.ablation import AblationResult, ablate
+from mismatch_hooks.live.passes import CapturedBatch
 from mismatch_hooks.live.planning import make_plan
 from mismatch_hooks.live.registry import load_registry
-from mismatch_hooks.schema.enums import NoiseFloor, Origin, PolicyRole
+from mismatch_hooks.schema.enums import ExecutionPath, NoiseFloor, Origin, PolicyRole
 from mismatch_hooks.schema.score import ScoringSequence
 from tests.tiny_engines import TinyEngines
 
@@ -20,19 +21,27 @@ SEQUENCES = tuple(
 )
 
 
+Live = Mapping[PolicyRole, Sequence[Sequence[float | None]]]
+
+
+def live_values(tiny: TinyEngines, sequences: Sequence[ScoringSequence]) -> Live:
+    """What a live run would have captured: the rollout's decoded log-probs and those of the trainer's forward."""
+    paths = {PolicyRole.ROLLOUT: ExecutionPath.ROLLOUT_DECODE, PolicyRole.TRAINING: None}
+    scores = {role: tiny.engines[role].score(sequences, path=path) for role, path in paths.items()}
+    return {role: [piece.logprobs for piece in score.shards[0].slices] for role, score in scores.items()}
+
+
 def ablate_tiny(
     tiny: TinyEngines,
     factors: str | Sequence[str],
     origin: Origin = Origin.NATIVE,
     *,
     sequences: Sequence[ScoringSequence] = SEQUENCES,
+    live: Live | None = None,
     pitfalls: Sequence[str] = (),
 ) -> AblationResult:
-    """Ablate; the live values are those of a native scoring pass a side."""
-    rows: Mapping[PolicyRole, list[tuple[float | None, ...]]] = {
-        role: [piece.logprobs for piece in engine.score(sequences).shards[0].slices]
-        for role, engine in tiny.engines.items()
-    }
+    """Ablate ``sequences`` with the captured ``live`` values, which are computed where they are not given."""
+    rows: Live = live or live_values(tiny, sequences)
     batch = CapturedBatch(
         sequences=sequences,
         rollout_logprobs=rows[PolicyRole.ROLLOUT],

@@ -7,12 +7,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from mismatch_hooks.live.ablation import AblationResult, CapturedBatch, NotRestoredError, ablate
+from mismatch_hooks.live.ablation import AblationResult, NotRestoredError, ablate
 from mismatch_hooks.live.alerts import Alert, AlertBook, AlertSettings, AlertState
 from mismatch_hooks.live.cadence import Cadence
 from mismatch_hooks.live.capture import StepCapture, add_training
 from mismatch_hooks.live.config import ConfigError, HooksConfig, check_config
 from mismatch_hooks.live.isolation import ErrorLedger, Fanout
+from mismatch_hooks.live.passes import CapturedBatch
 from mismatch_hooks.live.planning import make_plan
 from mismatch_hooks.live.registry import load_registry
 from mismatch_hooks.live.settings import with_digest, with_sampling

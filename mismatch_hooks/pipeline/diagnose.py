@@ -7,7 +7,7 @@ import numpy as np
 
 from mismatch_hooks.pipeline.score import ArmTokens
 from mismatch_hooks.pipeline.statistics import LEVEL, RELEVANT_SHARE, paired_effect
-from mismatch_hooks.schema.enums import Arm, Diagnosis, GateName
+from mismatch_hooks.schema.enums import Arm, Diagnosis, GateName, PolicyRole
 from mismatch_hooks.schema.factor import BASELINE
 from mismatch_hooks.schema.score import WeightsDigest
 from mismatch_hooks.schema.verdict import Gate, PairedEffect
@@ -114,6 +114,10 @@ def _alike(
 
 
 _MOST_NAMES = 6
+_ONE_SIDE = {
+    PolicyRole.ROLLOUT: Diagnosis.CAUSED_BY_ROLLOUT_SIDE,
+    PolicyRole.TRAINING: Diagnosis.CAUSED_BY_TRAINING_SIDE,
+}
 
 # (rollout is native, training is native) lies above the floor where both_native does, from the ALIGNED origin.
 _FROM_ALIGNED = {
@@ -165,13 +169,28 @@ def _departs(values: ArmTokens) -> str:
     return f"moves {differing} of {values.training.size} tokens (mean |dlogp| {mean:.4f})"
 
 
-def diagnose_sweep(arms: Mapping[str, ArmTokens], *, epsilon_low: float, epsilon_high: float) -> Finding:
+def diagnose_sweep(
+    arms: Mapping[str, ArmTokens],
+    *,
+    live: tuple[str, PolicyRole] | None = None,
+    epsilon_low: float,
+    epsilon_high: float,
+) -> Finding:
     """Rank the values of a sweep by what they do to the mismatch; a sweep has no reference and accuses nobody.
 
     NOT_THIS_FACTOR is said when no value changes a bit. Otherwise the answer is INSUFFICIENT_EVIDENCE, with every
     value's effect and interval, the largest reduction first.
 
+    One case needs no reference: where both sides are equal to the bit as they are scored, and the live run has another
+    value on one side that moves bits, the whole difference is inside that side.
+
     Callers pass gates through ``blocked`` first.
+
+    Args:
+        arms: by name, the one in which both sides are native among them.
+        live: the arm that the live run is in, and the role whose value it is; None where that is the native one.
+        epsilon_low: clip range, as read back from the loop.
+        epsilon_high: likewise.
     """
     unreadable = _unreadable(arms, native=BASELINE)
     if unreadable is not None:
@@ -182,6 +201,12 @@ def diagnose_sweep(arms: Mapping[str, ArmTokens], *, epsilon_low: float, epsilon
         named = ", ".join(effect.arm for effect in effects)
         reason = f"No value ({named}) changes a bit of any of {tokens} tokens."
         return Finding(diagnosis=Diagnosis.NOT_THIS_FACTOR, reason=reason, effects=effects)
+    if live is not None and not np.any(arms[BASELINE].dlogp) and np.any(arms[live[0]].dlogp):
+        reason = (
+            f"As a scoring pass computes them all {tokens} tokens are equal to the bit; as the live run does "
+            f"({live[0]}), {live[1].value} alone {_departs(arms[live[0]])}, so the difference is inside that side."
+        )
+        return Finding(diagnosis=_ONE_SIDE[live[1]], reason=reason, effects=effects)
     ranked = sorted(effects, key=lambda effect: effect.dlogp_change)
     mismatch = float(np.abs(arms[BASELINE].dlogp).mean())
     said = "; ".join(

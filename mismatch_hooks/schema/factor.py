@@ -158,6 +158,8 @@ class MismatchFactor:
         call_sites: every place that must run what is bound; none where nothing is bound in the live process.
         prerequisites: what must hold whatever the reference.
         pitfalls: ids of guards that concern this factor.
+        live_value: of a sweep, the value that the live run itself has where a scoring pass has another; empty where
+            native is what the run has.
         recommendation: what to do when this factor is accused; ``{side}`` is filled in.
     """
 
@@ -170,6 +172,7 @@ class MismatchFactor:
     call_sites: tuple[CallSite, ...] = ()
     prerequisites: Prerequisites = Prerequisites()
     pitfalls: tuple[str, ...] = ()
+    live_value: str = ""
     recommendation: str = ""
 
     def __post_init__(self) -> None:
@@ -185,6 +188,10 @@ class MismatchFactor:
                 )
         elif self.references:
             raise SchemaError(f"{self.id}: {self.expansion.value} has no use for references; remove them.")
+        if self.live_value and (self.live_value not in self.switch.values or len(self.switch.roles) != 1):
+            raise SchemaError(
+                f"{self.id}: live_value is {self.live_value!r}; accepts one of {self.switch.values}, of one role."
+            )
         missing = [role.value for role in self.switch.roles if role not in {site.role for site in self.call_sites}]
         if self._is_bound_live and missing:
             raise SchemaError(f"{self.id}: no call site for {', '.join(missing)}; every role of the switch needs one.")
@@ -217,6 +224,12 @@ class MismatchFactor:
                 for value in self.switch.values
             }
         return arms
+
+    @property
+    def live_arm(self) -> tuple[str, PolicyRole] | None:
+        """The arm of a sweep that the live run is in, and whose value it is; None where that is the native one."""
+        (role, *_) = self.switch.roles
+        return (f"{role.value}={self.live_value}", role) if self.live_value else None
 
     @property
     def passes(self) -> tuple[tuple[PolicyRole, Value], ...]:

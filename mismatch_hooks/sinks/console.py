@@ -338,7 +338,7 @@ def _change(effect: Mapping[str, Any] | None) -> str:
 
 
 def _paths(paths: Mapping[str, Mapping[str, Any]]) -> str:
-    terms = ("cross_framework", "decode_against_prefill")
+    terms = ("cross_framework", "decode_against_prefill", "live_against_prefill")
     known = [f"{_words(term)} {figure(paths[term].get('dlogp_mean'))}" for term in terms if term in paths]
     return f"mean |dlogp| {', '.join(known)}"
 

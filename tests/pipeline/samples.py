@@ -36,7 +36,7 @@ from mismatch_hooks.schema.score import (
 
 ROLLOUT, TRAINING = PolicyRole.ROLLOUT, PolicyRole.TRAINING
 NATIVE, REFERENCE = Choice.NATIVE, Choice.REFERENCE
-EPSILONS = {"epsilon_low": 0.2, "epsilon_high": 0.2}
+EPSILONS: dict[str, Any] = {"epsilon_low": 0.2, "epsilon_high": 0.2}
 
 FP32 = ReferenceImplementation(
     name="fp32", authority=ReferenceAuthority.SELF_WRITTEN, covers_paths=(), verified_on="CPU"

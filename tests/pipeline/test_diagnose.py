@@ -16,7 +16,7 @@ from mismatch_hooks.pipeline.diagnose import (
 )
 from mismatch_hooks.pipeline.score import ArmTokens
 from mismatch_hooks.pipeline.statistics import LEVEL
-from mismatch_hooks.schema.enums import Arm, Diagnosis, GateName
+from mismatch_hooks.schema.enums import Arm, Diagnosis, GateName, PolicyRole
 from mismatch_hooks.schema.verdict import Gate
 from tests.pipeline.samples import EPSILONS, ROLLOUT, TRAINING, arm_tokens, arms, digest
 
@@ -343,6 +343,18 @@ def test_a_sweep_ranks_its_values_and_attributes_nothing() -> None:
     assert found.diagnosis is Diagnosis.INSUFFICIENT_EVIDENCE
     assert [effect.arm for effect in found.effects] == ["rollout=b", "rollout=a"]
     assert found.reason.startswith("A sweep measures and cannot attribute. rollout=b changes 1536 of 1536 tokens, mean")
+
+
+def test_a_sweep_names_the_side_where_only_the_live_runs_own_value_parts_the_sides() -> None:
+    equal, live = arm_tokens(0 * NATIVE), ("rollout=decode", PolicyRole.ROLLOUT)
+    found = diagnose_sweep({"native": equal, "rollout=decode": arm_tokens(NATIVE)}, live=live, **EPSILONS)
+    assert found.diagnosis is Diagnosis.CAUSED_BY_ROLLOUT_SIDE
+    assert "rollout alone moves 1536 of 1536 tokens" in found.reason
+    # Neither side is known to be right once they differ as they are scored, and a value that no run has accuses nobody.
+    noisy = {"native": arm_tokens(0.5 * NATIVE), "rollout=decode": arm_tokens(NATIVE)}
+    assert diagnose_sweep(noisy, live=live, **EPSILONS).diagnosis is Diagnosis.INSUFFICIENT_EVIDENCE
+    other = {"native": equal, "rollout=other": arm_tokens(NATIVE)}
+    assert diagnose_sweep(other, **EPSILONS).diagnosis is Diagnosis.INSUFFICIENT_EVIDENCE
 
 
 def test_a_sweep_whose_values_change_no_bit_is_not_this_factor() -> None:

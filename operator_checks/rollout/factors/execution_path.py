@@ -14,6 +14,7 @@ FACTOR = MismatchFactor(
         roles=(PolicyRole.ROLLOUT,),
         channel=SettingChannel.SCORING_PASS,
     ),
+    live_value=ExecutionPath.ROLLOUT_DECODE.value,
     call_sites=(CallSite(role=PolicyRole.ROLLOUT, name="scoring.path"),),
     recommendation=(
         "What differs between decode and prefill is inside the rollout engine and no trainer setting removes it: look "

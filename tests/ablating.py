@@ -6,6 +6,8 @@ from mismatch_hooks.live.ablation import AblationResult, ablate
 from mismatch_hooks.live.passes import CapturedBatch
 from mismatch_hooks.live.planning import make_plan
 from mismatch_hooks.live.registry import load_registry
+from mismatch_hooks.pipeline.guards import GuardInput
+from mismatch_hooks.schema.capture import RolloutSequence
 from mismatch_hooks.schema.enums import ExecutionPath, NoiseFloor, Origin, PolicyRole
 from mismatch_hooks.schema.score import ScoringSequence
 from tests.tiny_engines import TinyEngines
@@ -29,6 +31,29 @@ def live_values(tiny: TinyEngines, sequences: Sequence[ScoringSequence]) -> Live
     paths = {PolicyRole.ROLLOUT: ExecutionPath.ROLLOUT_DECODE, PolicyRole.TRAINING: None}
     scores = {role: tiny.engines[role].score(sequences, path=path) for role, path in paths.items()}
     return {role: [piece.logprobs for piece in score.shards[0].slices] for role, score in scores.items()}
+
+
+def guard_input(tiny: TinyEngines, sequences: Sequence[ScoringSequence] = SEQUENCES) -> GuardInput:
+    """What the guards would look at after a step that sampled ``sequences``."""
+    live = live_values(tiny, sequences)
+    rollout, training = tiny.engines[PolicyRole.ROLLOUT], tiny.engines[PolicyRole.TRAINING]
+    return GuardInput(
+        sequences=[
+            RolloutSequence(
+                prompt_token_ids=one.prompt_token_ids,
+                response_token_ids=one.response_token_ids,
+                rollout_logprobs=tuple(logprobs),
+            )
+            for one, logprobs in zip(sequences, live[PolicyRole.ROLLOUT], strict=True)
+        ],
+        training_logprobs=live[PolicyRole.TRAINING],  # type: ignore[arg-type]
+        aligned=False,
+        rollout=rollout.read_back(),
+        training=training.read_back(),
+        rollout_weights=rollout.weights_digest(),
+        training_weights=training.weights_digest(),
+        weights_written=0,
+    )
 
 
 def ablate_tiny(

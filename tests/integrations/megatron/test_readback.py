@@ -108,7 +108,7 @@ EXPECTED: dict[str, object] = {
 }
 
 
-def test_an_attention_backend_that_did_not_take_effect_is_marked(megatron: None) -> None:
+def test_C17_an_attention_backend_that_did_not_take_effect_is_marked(megatron: None) -> None:
     from megatron.core.transformer.enums import AttnBackend
 
     found = reading(build_model(LLAMA, attention_backend=AttnBackend.flash), "training.attention_backend")
@@ -118,14 +118,14 @@ def test_an_attention_backend_that_did_not_take_effect_is_marked(megatron: None)
     assert found.differs_from_request
 
 
-def test_the_local_backend_asks_for_what_the_local_spec_builds(megatron: None) -> None:
+def test_C17_control_the_local_backend_asks_for_what_the_local_spec_builds(megatron: None) -> None:
     from megatron.core.transformer.enums import AttnBackend
 
     found = reading(build_model(LLAMA, attention_backend=AttnBackend.local), "training.attention_backend")
     assert not found.differs_from_request
 
 
-def test_a_rope_factor_left_at_its_default_is_marked(megatron: None) -> None:
+def test_C19_a_rope_factor_left_at_its_default_is_marked(megatron: None) -> None:
     shape = replace(LLAMA, rope_scaling=LLAMA3_FACTOR_32)
     model = build_model(LLAMA, model={"rope_scaling": True})
     factor = reading(model, "model.rope.scaling_factor", shape)
@@ -139,7 +139,7 @@ def test_a_rope_factor_left_at_its_default_is_marked(megatron: None) -> None:
     assert (kind.effective, kind.differs_from_request) == ("llama3", False)
 
 
-def test_a_rope_factor_that_was_passed_on_is_quiet(megatron: None) -> None:
+def test_C19_control_a_rope_factor_that_was_passed_on_is_quiet(megatron: None) -> None:
     shape = replace(LLAMA, rope_scaling=LLAMA3_FACTOR_32)
     settings = (
         MegatronBackend(build_model(LLAMA, model={"rope_scaling": True, "rope_scaling_factor": 32.0}), shape=shape)
@@ -169,7 +169,7 @@ def test_a_cached_rotary_table_outlives_its_frequencies_and_is_what_counts(llama
     assert backend.read_back().effective(key) == right / 2
 
 
-def test_an_epsilon_left_at_its_default_is_marked(megatron: None) -> None:
+def test_C19_an_epsilon_left_at_its_default_is_marked(megatron: None) -> None:
     found = reading(build_model(QWEN3, layernorm_epsilon=1e-5), "model.norm.epsilon", QWEN3)
     assert (found.requested, found.requested_by, found.effective) == (1e-6, "model file", 1e-5)
     assert found.where == "9 modules of class RMSNorm; equal to the class default"

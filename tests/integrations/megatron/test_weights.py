@@ -50,7 +50,7 @@ def test_tensors_are_those_of_the_checkpoint_to_the_bit(shape: ModelShape) -> No
 
 
 @pytest.mark.parametrize("kv_heads", [2, 4])
-def test_a_wrong_fused_layout_is_named_by_exactly_the_q_k_v_tensors(kv_heads: int) -> None:
+def test_C05_a_wrong_fused_layout_is_named_by_exactly_the_q_k_v_tensors(kv_heads: int) -> None:
     shape = replace(LLAMA, kv_heads=kv_heads)
     model, checkpoint = build_model(shape), hugging_face_tensors(shape)
     right = MegatronBackend(model, shape=shape).weights_digest().tensors

@@ -21,7 +21,7 @@ def reading(backend: VllmBackend, key: str) -> Reading:
     return found
 
 
-def test_the_attention_backend_is_the_live_layers_class_whatever_was_asked(llama: VllmBackend) -> None:
+def test_C17_the_attention_backend_is_the_live_layers_class_whatever_was_asked(llama: VllmBackend) -> None:
     found = reading(llama, "operator.attention.implementation")
     assert llama._llm.llm_engine.vllm_config.attention_config.backend.name == "FLASH_ATTN"  # repeats the request
     assert (found.requested, found.requested_by) == ("FLASH_ATTN", "engine argument attention_backend")
@@ -29,13 +29,13 @@ def test_the_attention_backend_is_the_live_layers_class_whatever_was_asked(llama
     assert found.differs_from_request
 
 
-def test_no_request_for_an_attention_backend_is_no_difference(qwen3: VllmBackend) -> None:
+def test_C17_control_no_request_for_an_attention_backend_is_no_difference(qwen3: VllmBackend) -> None:
     found = reading(qwen3, "operator.attention.implementation")
     assert found.effective == "CPUAttentionBackendImpl"
     assert not found.differs_from_request
 
 
-def test_an_environment_request_that_this_version_does_not_read_is_said(
+def test_C17_an_environment_request_that_this_version_does_not_read_is_said(
     qwen3: VllmBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "TRITON_ATTN")
@@ -47,7 +47,7 @@ def test_an_environment_request_that_this_version_does_not_read_is_said(
     )
 
 
-def test_a_rope_override_of_the_attribute_alone_leaves_the_table(llama: VllmBackend) -> None:
+def test_C18_a_rope_override_of_the_attribute_alone_leaves_the_table(llama: VllmBackend) -> None:
     assert llama._llm.llm_engine.vllm_config.model_config.hf_config.rope_theta == 500000
     found = reading(llama, "model.rope.theta")
     assert (found.requested, found.requested_by) == (500000.0, "engine argument hf_overrides")
@@ -56,7 +56,7 @@ def test_a_rope_override_of_the_attribute_alone_leaves_the_table(llama: VllmBack
     assert found.differs_from_request
 
 
-def test_a_rope_override_that_takes_effect_is_not_marked(qwen3: VllmBackend) -> None:
+def test_C18_control_a_rope_override_that_takes_effect_is_not_marked(qwen3: VllmBackend) -> None:
     found = reading(qwen3, "model.rope.theta")
     assert (found.requested, found.effective) == (500000.0, 500000.0)
     assert not found.differs_from_request

@@ -63,6 +63,16 @@ def native_is_reference(
         yield
 
 
+@contextmanager
+def planted(tiny: TinyEngines, faults: Mapping[tuple[str, PolicyRole], Fault] | None = None) -> Iterator[None]:
+    """Put faults into engines whose other operators stay native."""
+    with ExitStack() as stack:
+        for (factor, role), fault in (faults or {}).items():
+            for site in _sites(tiny, factor, role):
+                stack.enter_context(_standing(site, fault, tiny.shape))
+        yield
+
+
 def _sites(tiny: TinyEngines, factor: str, role: PolicyRole) -> list[PatchSite]:
     parameters = tiny.reference(role, factor).parameters[factor]
     found = load_registry().adapter(factor).sites(factor, role, tiny.models[role], parameters)
@@ -89,31 +99,38 @@ def _standing(site: PatchSite, fault: Fault | None, shape: ModelShape) -> Iterat
 # ---- faults ---------------------------------------------------------------------------------------------------------
 
 
-def scaled_output(reference: Callable[..., Any], owner: Any, shape: ModelShape) -> Callable[..., Any]:
-    """Every output is too large by one bf16 step in 128; fits any operator of either engine."""
+def scaled_output(reference: Callable[..., Any], owner: Any, shape: ModelShape, *, bits: int = 7) -> Callable[..., Any]:
+    """Every output is too large by a part of 2^bits, at 7 one bf16 step; fits any operator of either engine."""
 
     def runs(*arguments: Any, **options: Any) -> Any:
         found = reference(*arguments, **options)
         # In place: vLLM's attention hands over the buffer that it wrote into and reads that.
-        (found[0] if isinstance(found, tuple) else found).mul_(1 + 2**-7)
+        (found[0] if isinstance(found, tuple) else found).mul_(1 + 2**-bits)
         return found
 
     return runs
 
 
-def training_rope_in_bf16(reference: Callable[..., Any], owner: Any, shape: ModelShape) -> Callable[..., Any]:
-    """Sines, cosines and products in bf16, as a fused rope does that keeps its intermediates in the model's dtype."""
-    table = _table(shape)
+def training_rope(*, dtype: torch.dtype = torch.float32, frequency: float = 1.0) -> Fault:
+    """megatron-core's rope with its products in ``dtype`` and its inverse frequencies times ``frequency``.
 
-    def rope(t: Tensor, freqs: Tensor, config: Any, *rest: Any, **options: Any) -> Tensor:
-        cos, sin = (part[: t.shape[0], None, None].to(t.dtype) for part in table.first(t.shape[0], t.device))
-        first, second = t.chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    In bf16 it is what a fused rope does that keeps its intermediates in the model's dtype.
+    """
 
-    return rope
+    def fault(reference: Callable[..., Any], owner: Any, shape: ModelShape) -> Callable[..., Any]:
+        table = _table(shape, frequency)
+
+        def rope(t: Tensor, freqs: Tensor, config: Any, *rest: Any, **options: Any) -> Tensor:
+            cos, sin = (part[: t.shape[0], None, None].to(dtype) for part in table.first(t.shape[0], t.device))
+            first, second = t.to(dtype).chunk(2, dim=-1)
+            return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(t.dtype)
+
+        return rope
+
+    return fault
 
 
-def rollout_rope(*, dtype: torch.dtype, frequency: float = 1.0) -> Fault:
+def rollout_rope(*, dtype: torch.dtype = torch.float32, frequency: float = 1.0) -> Fault:
     """vLLM's rope with its products in ``dtype`` and its inverse frequencies times ``frequency``."""
 
     def fault(reference: Callable[..., Any], owner: Any, shape: ModelShape) -> Callable[..., Any]:
@@ -151,6 +168,15 @@ def rollout_norm_rounds_early(reference: Callable[..., Any], owner: Any, shape: 
 def training_norm_rounds_early(reference: Callable[..., Any], owner: Any, shape: ModelShape) -> Callable[..., Any]:
     """The same on the trainer, which adds its residual elsewhere."""
     return lambda x: _normalised(x, shape.norm_epsilon).to(x.dtype) * owner.weight
+
+
+def training_norm_epsilon(epsilon: float) -> Fault:
+    """Another epsilon on the trainer."""
+
+    def fault(reference: Callable[..., Any], owner: Any, shape: ModelShape) -> Callable[..., Any]:
+        return lambda x: (_normalised(x, epsilon) * owner.weight.float()).to(x.dtype)
+
+    return fault
 
 
 def rollout_norm_epsilon(epsilon: float, *, rows: int | None = None) -> Fault:

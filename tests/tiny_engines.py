@@ -116,7 +116,8 @@ def megatron_of_one_rank() -> Iterator[None]:
         torch.cuda.current_device = before
 
 
-def _rollout(folder: Path, **options: Any) -> Any:
+def start_rollout(folder: Path, **options: Any) -> Any:
+    """A vLLM engine of this process on a checkpoint."""
     from vllm import LLM
 
     from mismatch_hooks.integrations.vllm import FORCED_DECODE, WORKER_EXTENSION, VllmBackend
@@ -159,7 +160,8 @@ def _training_model(folder: Path) -> Any:
     return model
 
 
-def _pair(folder: Path, rollout: Any) -> TinyEngines:
+def engines_of(folder: Path, rollout: Any) -> TinyEngines:
+    """The trainer's model of the same checkpoint beside a rollout engine; inside ``megatron_of_one_rank``."""
     from mismatch_hooks.integrations.megatron import MegatronBackend
 
     shape, model = shape_from_folder(folder), _training_model(folder)
@@ -182,7 +184,7 @@ def _checkpoint(factory: pytest.TempPathFactory, shape: Literal["llama", "qwen3"
 def _llama_rollout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any]]:
     pytest.importorskip("vllm", reason="vLLM is not installed")
     folder = _checkpoint(tmp_path_factory, "llama")
-    rollout = _rollout(folder)
+    rollout = start_rollout(folder)
     yield folder, rollout
     rollout._llm.llm_engine.engine_core.shutdown()
 
@@ -191,7 +193,7 @@ def _llama_rollout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[P
 def _qwen3_rollout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any]]:
     pytest.importorskip("vllm", reason="vLLM is not installed")
     folder = _checkpoint(tmp_path_factory, "qwen3")
-    rollout = _rollout(folder)
+    rollout = start_rollout(folder)
     yield folder, rollout
     rollout._llm.llm_engine.engine_core.shutdown()
 
@@ -207,14 +209,14 @@ def megatron_core() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def llama_engines(_llama_rollout: tuple[Path, Any], megatron_core: None) -> TinyEngines:
     """Llama shape, untied head."""
-    return _pair(*_llama_rollout)
+    return engines_of(*_llama_rollout)
 
 
 @pytest.fixture(scope="session")  # to stop one engine of this process takes the process groups from the others
 def _fp32_head_rollout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any]]:
     pytest.importorskip("vllm", reason="vLLM is not installed")
     folder = _checkpoint(tmp_path_factory, "llama")
-    rollout = _rollout(folder, hf_overrides={"head_dtype": "float32"})
+    rollout = start_rollout(folder, hf_overrides={"head_dtype": "float32"})
     yield folder, rollout
     rollout._llm.llm_engine.engine_core.shutdown()
 
@@ -222,10 +224,10 @@ def _fp32_head_rollout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
 @pytest.fixture(scope="module")
 def fp32_head_engines(_fp32_head_rollout: tuple[Path, Any], megatron_core: None) -> TinyEngines:
     """Llama shape, untied head, which rollout runs in fp32 by vLLM's own option and training in bf16."""
-    return _pair(*_fp32_head_rollout)
+    return engines_of(*_fp32_head_rollout)
 
 
 @pytest.fixture(scope="module")
 def qwen3_engines(_qwen3_rollout: tuple[Path, Any], megatron_core: None) -> TinyEngines:
     """Qwen3 shape: norms of queries and keys, tied head."""
-    return _pair(*_qwen3_rollout)
+    return engines_of(*_qwen3_rollout)

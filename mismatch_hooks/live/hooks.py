@@ -385,7 +385,7 @@ class MismatchHooks:
 
     def _publish(self, step: int, result: AblationResult) -> None:
         for verdict in result.verdicts:
-            about = {"factor": verdict.factor, "origin": verdict.origin}
+            about = {"factor": verdict.factor, "origin": verdict.origin, "path": verdict.path}
             for gate in verdict.gates:
                 self._emit("gate", step, {**about, "gate": gate.name, "ok": gate.ok, "reason": gate.reason})
             for arm in verdict.arms:

@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from mismatch_hooks.schema.enums import Diagnosis
+from mismatch_hooks.schema.enums import Diagnosis, ExecutionPath
 from mismatch_hooks.sinks.event import Event
 from mismatch_hooks.sinks.summary import RunningSummary
 
@@ -114,7 +114,7 @@ def render_verdict(verdict: Mapping[str, Any], *, step: int | None = None) -> Re
         step: the loop's step that was examined.
     """
     at = "" if step is None else f" · step {step}"
-    title = f"{verdict['factor']} · from {verdict['origin']}{at}"
+    title = f"{verdict['factor']} · {_from(verdict)}{at}"
     facts = _facts()
     facts.add_row("verdict", Text(_words(verdict["diagnosis"]), style=f"bold {_style(verdict['diagnosis'])}"))
     facts.add_row("because", verdict["reason"])
@@ -304,7 +304,7 @@ def _verdict_in_short(verdict: Mapping[str, Any]) -> RenderableType:
     facts = _facts()
     head = Text.assemble(
         (_words(verdict["diagnosis"]), f"bold {_style(verdict['diagnosis'])}"),
-        f"  (from {verdict['origin']}, step {verdict['step']})",
+        f"  ({_from(verdict)}, step {verdict['step']})",
     )
     facts.add_row(Text(str(verdict["factor"]), style="bold"), head)
     facts.add_row("because", verdict["reason"])
@@ -341,6 +341,11 @@ def _paths(paths: Mapping[str, Mapping[str, Any]]) -> str:
     terms = ("cross_framework", "decode_against_prefill", "live_against_prefill")
     known = [f"{_words(term)} {figure(paths[term].get('dlogp_mean'))}" for term in terms if term in paths]
     return f"mean |dlogp| {', '.join(known)}"
+
+
+def _from(verdict: Mapping[str, Any]) -> str:
+    decoded = verdict["path"] == ExecutionPath.ROLLOUT_DECODE.value
+    return f"from {verdict['origin']}{', rollout decodes' * decoded}"
 
 
 def _spent(verdict: Mapping[str, Any]) -> str:

@@ -28,8 +28,8 @@ EVENT_TYPES: Mapping[str, str] = {
     "readback": "settings {key: {side: {effective, source, where, requested} or {unobservable}}}, "
     "differences [{key, training, rollout}], those that matter first, not_as_requested [{key, side, effective, source, "
     "where, requested, requested_by}]",
-    "gate": "factor, origin, gate, ok, reason",
-    "arm": "factor, origin, arm, metrics {name: value}",
+    "gate": "factor, origin, path, gate, ok, reason",
+    "arm": "factor, origin, path, arm, metrics {name: value}",
     "verdict": "factor, origin, noise_floor, path, diagnosis, reason, recommendation, arms {arm: {metric: value}}, "
     "gates {gate: {ok, reason}}, effects {arm: {...}}, tokens, interval, resolvable, passes, seconds, fingerprint, "
     "paths {term: {metric: value}}, not_reached [factor], ablation_passes, ablation_seconds",

@@ -24,7 +24,7 @@ class RunningSummary:
         peak: largest finite value of each of ``PEAKS``.
         host: what the loop logged in the latest step.
         overhead: the latest overhead metrics.
-        verdicts: the latest verdict of each factor and origin, with its step.
+        verdicts: the latest verdict of each factor, origin and path, with its step.
         left_out: factors that are not examined, with the reason.
         not_reached: factors for which the latest ablation had no time left.
         ablation_off: why no ablation runs; empty while they do.
@@ -42,7 +42,7 @@ class RunningSummary:
     peak: dict[str, float] = field(default_factory=dict)
     host: dict[str, Any] = field(default_factory=dict)
     overhead: dict[str, Any] = field(default_factory=dict)
-    verdicts: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    verdicts: dict[tuple[str, str, str], dict[str, Any]] = field(default_factory=dict)
     left_out: list[dict[str, Any]] = field(default_factory=list)
     not_reached: list[str] = field(default_factory=list)
     ablation_off: str = ""
@@ -74,7 +74,7 @@ class RunningSummary:
             case "overhead":
                 self.overhead = thaw(payload.get("metrics", {}))
             case "verdict":
-                key = (str(payload["factor"]), str(payload["origin"]))
+                key = (str(payload["factor"]), str(payload["origin"]), str(payload["path"]))
                 self.not_reached = thaw(payload.get("not_reached", ()))
                 self.verdicts[key] = {"step": event.step} | thaw(payload)
             case "readback":

@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mismatch_hooks.schema.enums import Diagnosis
+from mismatch_hooks.schema.enums import Diagnosis, ExecutionPath
 from mismatch_hooks.schema.freeze import thaw
 from mismatch_hooks.sinks.base import SinkError
 from mismatch_hooks.sinks.event import Event
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 STEP = "mismatch/step"
 
-#: What the series ``verdict/<factor>/<origin>`` draws: below zero nothing could be judged, zero is clean.
+#: What ``verdict/<factor>/<origin>`` draws, and ``…/decode`` where rollout decoded: below zero nothing could be judged,
+#: zero is clean.
 VERDICT_CODES: Mapping[str, int] = {
     Diagnosis.VARIANT_DID_NOT_APPLY.value: -3,
     Diagnosis.INSUFFICIENT_EVIDENCE.value: -2,
@@ -36,7 +37,18 @@ VERDICT_CODES: Mapping[str, int] = {
     Diagnosis.COUPLED_WITH_OTHER_FACTORS.value: 4,
 }
 
-VERDICT_COLUMNS = ("step", "factor", "origin", "diagnosis", "reason", "recommendation", "arms", "gates", "tokens")
+VERDICT_COLUMNS = (
+    "step",
+    "factor",
+    "origin",
+    "path",
+    "diagnosis",
+    "reason",
+    "recommendation",
+    "arms",
+    "gates",
+    "tokens",
+)
 READBACK_COLUMNS = ("setting", "training", "rollout", "differs", "training read from", "rollout read from")
 
 _SECTIONS = ("mismatch", "gate", "verdict", "hooks")
@@ -228,7 +240,8 @@ class WandbSink:
     def _verdict(self, payload: Mapping[str, Any], step: int | None) -> dict[str, Any]:
         import wandb
 
-        series = f"{payload['factor']}/{payload['origin']}"
+        decoded = payload["path"] == ExecutionPath.ROLLOUT_DECODE.value
+        series = f"{payload['factor']}/{payload['origin']}" + "/decode" * decoded
         values: dict[str, Any] = {f"verdict/{series}": VERDICT_CODES[payload["diagnosis"]]}
         for name, gate in payload["gates"].items():
             values[f"gate/{series}/{name}"] = int(gate["ok"])
@@ -238,7 +251,7 @@ class WandbSink:
         self._verdicts.append(
             [
                 self._last_step if step is None else step,
-                *(str(payload[name]) for name in ("factor", "origin", "diagnosis", "reason")),
+                *(str(payload[name]) for name in ("factor", "origin", "path", "diagnosis", "reason")),
                 str(payload.get("recommendation", "")),
                 "; ".join(f"{arm} {_brief(metrics)}" for arm, metrics in payload["arms"].items()),
                 "; ".join(

@@ -21,7 +21,7 @@ from tests.planted_faults import (
     rollout_rope,
     scaled_output,
     training_norm_rounds_early,
-    training_rope_in_bf16,
+    training_rope,
 )
 from tests.tiny_engines import TinyEngines
 
@@ -48,7 +48,7 @@ def above_floor(verdict: Verdict) -> set[str]:
 
 
 def test_C01_rope_in_bf16_on_training_is_named_with_its_side(llama_engines: TinyEngines) -> None:
-    verdicts = judged(llama_engines, {("attention.rope_fusion", TRAINING): training_rope_in_bf16})
+    verdicts = judged(llama_engines, {("attention.rope_fusion", TRAINING): training_rope(dtype=torch.bfloat16)})
     assert_accused(verdicts, "attention.rope_fusion", Diagnosis.CAUSED_BY_TRAINING_SIDE)
     assert above_floor(verdicts["attention.rope_fusion"]) == {Arm.ROLLOUT_REFERENCE_ONLY, Arm.BOTH_NATIVE}
 
@@ -80,8 +80,8 @@ def test_C02_control_with_all_norm_weights_1_it_rounds_nothing_away(llama_engine
 
 def test_C03_rope_wrong_on_both_sides_for_different_reasons_accuses_both(llama_engines: TinyEngines) -> None:
     faults = {
-        ("attention.rope_fusion", ROLLOUT): rollout_rope(dtype=torch.float32, frequency=1.01),
-        ("attention.rope_fusion", TRAINING): training_rope_in_bf16,
+        ("attention.rope_fusion", ROLLOUT): rollout_rope(frequency=1.01),
+        ("attention.rope_fusion", TRAINING): training_rope(dtype=torch.bfloat16),
     }
     verdicts = judged(llama_engines, faults)
     assert_accused(verdicts, "attention.rope_fusion", Diagnosis.CAUSED_BY_BOTH_SIDES)

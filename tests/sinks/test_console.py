@@ -26,6 +26,11 @@ def test_a_step_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(capsys, *events) == ""
 
 
+def test_a_verdict_of_the_path_that_decodes_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, Event(type="verdict", step=20, payload=verdict(path="rollout_decode")))
+    assert "attention.rope_fusion · from native, rollout decodes · step 20" in text
+
+
 def test_a_verdict_shows_diagnosis_arms_gates_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, Event(type="verdict", step=20, payload=verdict()))
     for part in (

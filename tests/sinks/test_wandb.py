@@ -135,6 +135,8 @@ def test_a_run_of_our_own_has_every_series_on_our_axis(tmp_path: Path) -> None:
     sink.emit(Event(type="error", step=0, payload={"cause": "capture", "message": "no", "count": 1, "total": 4}))
     sink.emit(Event(type="step", step=0, payload={"metrics": {"clip_fraction": math.nan, "constant_difference": True}}))
     sink.emit(Event(type="verdict", step=1, payload=verdict(diagnosis="caused_by_rollout_side")))
+    decoded = verdict(diagnosis="not_this_factor", path="rollout_decode")
+    sink.emit(Event(type="verdict", step=1, payload=decoded))
     sink.emit(Event(type="alert", step=1, payload=alert(title="a" * 70)))
     sink.emit(Event(type="alert", step=1, payload=alert(state="closed", title="closed again")))
     sink.close()
@@ -143,7 +145,7 @@ def test_a_run_of_our_own_has_every_series_on_our_axis(tmp_path: Path) -> None:
     found = rows(tmp_path)
     points = {name: [value for _, value in series(found, name, over=STEP)] for row in found for name in row}
     factor = "attention.rope_fusion/native"
-    assert points[f"verdict/{factor}"] == [-2, 2]
+    assert (points[f"verdict/{factor}"], points[f"verdict/{factor}/decode"]) == ([-2, 2], [0])
     assert {gate: points[f"gate/{factor}/{gate}"] for gate in GATES} == {
         gate: [0, 1] if gate == "shards_complete" else [1, 1] for gate in GATES
     }
@@ -169,9 +171,10 @@ def test_a_run_of_our_own_has_every_series_on_our_axis(tmp_path: Path) -> None:
     assert message["level"] == "ERROR"
     assert "Compare the rope settings" in message["text"]
     last = tables(tmp_path, "table")[-1]
-    assert [row[:4] for row in last["data"]] == [
-        [0, "attention.rope_fusion", "native", "insufficient_evidence"],
-        [1, "attention.rope_fusion", "native", "caused_by_rollout_side"],
+    assert [row[:5] for row in last["data"]] == [
+        [0, "attention.rope_fusion", "native", "rollout_full_prefill", "insufficient_evidence"],
+        [1, "attention.rope_fusion", "native", "rollout_full_prefill", "caused_by_rollout_side"],
+        [1, "attention.rope_fusion", "native", "rollout_decode", "not_this_factor"],
     ]
     [readback] = tables(tmp_path, "readback")
     assert readback["data"] == [["model.dtype", "bfloat16", "", 1, "live module", ""]]

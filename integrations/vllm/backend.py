@@ -17,6 +17,7 @@ from mismatch_hooks.integrations.vllm import (
     readback,
     scoring_pass,
 )
+from mismatch_hooks.integrations.vllm.prefix_cache import PrefixCacheWatch
 from mismatch_hooks.integrations.vllm.random_streams import random_streams_untouched
 from mismatch_hooks.integrations.vllm.worker import WorkerExtension
 from mismatch_hooks.live.activation_recorder import token_digests, traced_tokens
@@ -91,7 +92,8 @@ class VllmBackend:
         # Read once: a reload from a path re-points model_config at that path, which may be gone by the next reading.
         self._generation_defaults = dict(readback.generation_defaults(self._config.model_config))
         self._default_params = llm.get_default_sampling_params()
-        self.mutation_count()
+        self._prefix_cache = PrefixCacheWatch(llm)
+        self._prefix_cache.outlived_weights(self.mutation_count())
         mode = self.read_back().effective("rollout.logprobs_mode")
         self._logprobs_mode = mode if isinstance(mode, str) else str(self._config.model_config.logprobs_mode)
 
@@ -329,6 +331,7 @@ class VllmBackend:
             response_masks=response_masks,
             logprobs_mode=self._logprobs_mode,
             sources=sources,
+            cache_outlived_weights=self._prefix_cache.outlived_weights(self.mutation_count()),
         )
 
     @property

@@ -29,6 +29,7 @@ def sequences(
     response_masks: Sequence[Sequence[bool]] | None = None,
     logprobs_mode: str = "raw_logprobs",
     sources: Mapping[str, str] | None = None,
+    cache_outlived_weights: bool | None = False,
 ) -> tuple[RolloutSequence, ...]:
     """Return one sequence for each completion, in the order of the outputs and of their completions.
 
@@ -39,6 +40,7 @@ def sequences(
         response_masks: one for each completion, True on tokens that count; all count when None.
         logprobs_mode: the engine's; ``VllmBackend.sequences`` reads it from the live sampler.
         sources: setting name to where its value came from; ``"requested"`` for every one when None.
+        cache_outlived_weights: see ``RolloutSequence``.
 
     Raises:
         CaptureError: a completion carries no log-probs, values that are not log-probs, or the lists do not pair up.
@@ -63,6 +65,7 @@ def sequences(
             sampling=kept.setdefault(id(own), _settings(own, logprobs_mode, sources)),
             weight_version=weight_version,
             cached_tokens=output.num_cached_tokens,
+            cache_outlived_weights=cache_outlived_weights,
             finish_reason=str(completion.finish_reason or ""),
         )
         for output, own in zip(outputs, params, strict=True)

@@ -84,6 +84,7 @@ def ablate(
     shape: ModelShape,
     noise_floor: NoiseFloor,
     pitfalls: Sequence[str],
+    notes: Sequence[str] = (),
     fingerprint: str,
     timeout_s: float,
     budget_s: float = math.inf,
@@ -100,6 +101,7 @@ def ablate(
         shape: parameters of the references.
         noise_floor: how noisy the run is.
         pitfalls: sentences of the guards that were tripped.
+        notes: sentences that a reader of the verdicts should know.
         fingerprint: of the execution.
         timeout_s: seconds for one pass.
         budget_s: seconds for all of it; a factor that could not be finished in time is not begun, except the first and
@@ -126,7 +128,7 @@ def ablate(
                 not_reached.append(case.factor.id)
                 continue
             first = before if decoded is None or path is not _DECODE else {**before, PolicyRole.ROLLOUT: decoded}
-            verdicts.append(_judge(case, run, first, noise_floor, pitfalls, fingerprint, plan.origin, path))
+            verdicts.append(_judge(case, run, first, noise_floor, pitfalls, notes, fingerprint, plan.origin, path))
             if case.factor.passes:
                 slowest = max(slowest, time.perf_counter() - begun)
     finally:
@@ -166,6 +168,7 @@ def _judge(
     before: Mapping[PolicyRole, Watched],
     noise_floor: NoiseFloor,
     pitfalls: Sequence[str],
+    notes: Sequence[str],
     fingerprint: str,
     origin: Origin,
     path: ExecutionPath,
@@ -185,7 +188,7 @@ def _judge(
             watched = _passes(factor, run, before, path)
             passes = {key: one.score for key, one in watched.items()}
             other_side = {key[0]: one.other_side for key, one in watched.items() if key[1] is not Choice.NATIVE}
-            gates = verify(factor, passes, other_side, batch.sequences, pitfalls)
+            gates = verify(factor, passes, other_side, batch.sequences, pitfalls, notes)
             read = blocked(gates)
             if read is None:
                 epsilons = {"epsilon_low": batch.epsilon_low, "epsilon_high": batch.epsilon_high}

@@ -25,6 +25,7 @@ class StepCapture:
         weights_at_rollout: the trainer's mutation count when the rollouts were handed over.
         training: rollout index to ``[response tokens]`` fp32 or wider, nats, CPU; our own copy.
         masks: rollout index to ``[response tokens]`` bool, CPU; the mask that the trainer used.
+        token_ids: rollout index to the response tokens that the trainer's forward saw, where the loop handed them over.
     """
 
     step: int
@@ -32,6 +33,7 @@ class StepCapture:
     weights_at_rollout: int
     training: "dict[int, Tensor]" = field(default_factory=dict)
     masks: "dict[int, Tensor]" = field(default_factory=dict)
+    token_ids: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def covered(self) -> list[int]:
@@ -41,6 +43,10 @@ class StepCapture:
     def training_row(self, index: int) -> tuple[float, ...]:
         """Return the training log-probs of one rollout as plain floats."""
         return tuple(self.training[index].tolist())
+
+    def token_ids_of(self, indices: Sequence[int]) -> list[tuple[int, ...]] | None:
+        """Return what the trainer's forward saw of these rollouts; None where the loop did not say it of all."""
+        return [self.token_ids[i] for i in indices] if all(i in self.token_ids for i in indices) else None
 
     def sample(self, most: int) -> tuple[list[int], tuple[ScoringSequence, ...]]:
         """Return up to ``most`` covered rollouts with active tokens, spread evenly: indices, and what arms score."""
@@ -69,7 +75,11 @@ def rollout_tensor(sequences: Sequence[RolloutSequence], width: int) -> "Tensor"
 
 
 def add_training(
-    capture: StepCapture, training_logprobs: "Tensor", response_mask: "Tensor", indices: Sequence[int] | None
+    capture: StepCapture,
+    training_logprobs: "Tensor",
+    response_mask: "Tensor",
+    indices: Sequence[int] | None,
+    token_ids: "Tensor | None" = None,
 ) -> "tuple[list[int], Tensor]":
     """Attach one forward's log-probs to their rollouts.
 
@@ -78,6 +88,7 @@ def add_training(
         training_logprobs: ``[batch, response]`` fp32 or wider, nats, right-padded.
         response_mask: ``[batch, response]`` bool or 0/1.
         indices: the rollouts that the rows belong to, in order; None is all of them.
+        token_ids: ``[batch, response]`` the tokens that the forward saw; None where the loop does not say.
 
     Returns:
         The indices, and the rollout log-probs of the same rows, ``[batch, response]`` fp32.
@@ -92,6 +103,11 @@ def add_training(
         raise CaptureError(
             f"training_logprobs is {list(training_logprobs.shape)} and response_mask {list(response_mask.shape)}; "
             "both are [batch, response]."
+        )
+    if token_ids is not None and tuple(token_ids.shape) != tuple(training_logprobs.shape):
+        raise CaptureError(
+            f"token_ids is {list(token_ids.shape)} and training_logprobs {list(training_logprobs.shape)}; both are "
+            "[batch, response]."
         )
     if len(chosen) != training_logprobs.shape[0]:
         raise CaptureError(
@@ -110,6 +126,8 @@ def add_training(
     for row, (index, length) in enumerate(zip(chosen, lengths.tolist(), strict=True)):
         capture.training[index] = training[row, :length]
         capture.masks[index] = masks[row, :length]
+        if token_ids is not None:
+            capture.token_ids[index] = tuple(token_ids[row, :length].tolist())
     return chosen, rollout_tensor([capture.sequences[index] for index in chosen], width)
 
 

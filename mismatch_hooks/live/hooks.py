@@ -21,7 +21,7 @@ from mismatch_hooks.live.tracing import trace_batch
 from mismatch_hooks.live.weights import WeightsWatch
 from mismatch_hooks.pipeline.bind import RestoreError
 from mismatch_hooks.pipeline.compare import differing_settings, not_as_requested
-from mismatch_hooks.pipeline.guards import GuardInput, tripped
+from mismatch_hooks.pipeline.guards import GuardInput, notes, tripped
 from mismatch_hooks.pipeline.metrics import MetricState, measure, merge
 from mismatch_hooks.schema.backend import ScoringBackend
 from mismatch_hooks.schema.capture import RolloutSequence
@@ -154,6 +154,7 @@ class MismatchHooks:
         response_mask: "Tensor",
         *,
         advantages: "Tensor | None" = None,
+        token_ids: "Tensor | None" = None,
         sequences: Sequence[int] | None = None,
         complete: bool = True,
     ) -> None:
@@ -166,6 +167,7 @@ class MismatchHooks:
             training_logprobs: ``[batch, response]`` fp32 or wider, nats, right-padded; may carry a gradient graph.
             response_mask: ``[batch, response]`` bool, True on active tokens.
             advantages: ``[batch]`` or ``[batch, response]``; only their signs are used.
+            token_ids: ``[batch, response]`` the tokens that the forward saw; compared with those sampled, where given.
             sequences: indices of the rollouts that the rows belong to; None is all of them, in order.
             complete: False while more micro-batches of the same forward follow.
         """
@@ -174,7 +176,7 @@ class MismatchHooks:
                 capture = self._current(step)
                 if self._captured_already(capture, sequences):
                     return  # a later forward of the same step: the weights have moved
-                indices, rollout = add_training(capture, training_logprobs, response_mask, sequences)
+                indices, rollout = add_training(capture, training_logprobs, response_mask, sequences, token_ids)
                 state = measure(
                     training_logprobs,
                     rollout,
@@ -356,6 +358,9 @@ class MismatchHooks:
             rollout_weights=weights[PolicyRole.ROLLOUT],
             training_weights=weights[PolicyRole.TRAINING],
             weights_written=self._weights_written(capture),
+            rollout_masks=[capture.sequences[index].response_mask for index in chosen],
+            training_token_ids=capture.token_ids_of(chosen),
+            bits_expected=self._plan.origin is Origin.ALIGNED,
         )
         return ablate(
             self._plan,
@@ -364,7 +369,8 @@ class MismatchHooks:
             registry=self._registry,
             shape=self._shape,
             noise_floor=self._noise_floor,
-            pitfalls=tripped(guards),
+            pitfalls=tripped(guards, self._noise_floor),
+            notes=notes(guards, self._noise_floor),
             fingerprint=fingerprint(
                 {
                     "batch": sequences,

@@ -15,6 +15,7 @@ def verify(
     other_side: Mapping[PolicyRole, Sequence[SwitchState]],
     sequences: Sequence[ScoringSequence],
     pitfalls: Sequence[str],
+    notes: Sequence[str] = (),
 ) -> tuple[Gate, ...]:
     """Evaluate all four gates of one factor, in order.
 
@@ -24,12 +25,13 @@ def verify(
         other_side: role that was bound to what the *other* role's switches read at that moment.
         sequences: what was scored.
         pitfalls: sentences of the guards that were tripped.
+        notes: sentences that a reader of the verdict should know.
     """
     return (
         switch_effective(factor, passes, other_side),
         evidence_complete(factor, passes),
         shards_complete(passes, sequences),
-        pitfalls_clear(pitfalls),
+        pitfalls_clear(pitfalls, notes),
     )
 
 
@@ -216,8 +218,9 @@ def _coverage_problems(covered: Sequence[Sequence[int]], sequences: Sequence[Sco
                 break
 
 
-def pitfalls_clear(sentences: Sequence[str]) -> Gate:
-    """Hold when no guard was tripped."""
+def pitfalls_clear(sentences: Sequence[str], notes: Sequence[str] = ()) -> Gate:
+    """Hold when no guard was tripped; what a reader should know is said either way."""
     if sentences:
-        return Gate(name=GateName.PITFALLS_CLEAR, ok=False, reason=" ".join(sentences))
-    return Gate(name=GateName.PITFALLS_CLEAR, ok=True, reason="No known trap invalidates the reading.")
+        return Gate(name=GateName.PITFALLS_CLEAR, ok=False, reason=" ".join((*sentences, *notes)))
+    clear = "No known trap invalidates the reading."
+    return Gate(name=GateName.PITFALLS_CLEAR, ok=True, reason=" ".join((clear, *notes)))

@@ -48,6 +48,8 @@ class RolloutSequence:
         sampling: the parameters in force for this request.
         weight_version: the loop's label of the weights that sampled it; ``""`` when the loop has none.
         cached_tokens: prompt tokens served from the prefix cache, or None when the engine does not say.
+        cache_outlived_weights: True where the cache holds entries from before the last change of the weights; None
+            where the weights have changed and the engine cannot be asked.
         finish_reason: ``"stop"``, ``"length"`` or what the engine says.
     """
 
@@ -58,6 +60,7 @@ class RolloutSequence:
     sampling: SamplingSettings = SamplingSettings()
     weight_version: str = ""
     cached_tokens: int | None = None
+    cache_outlived_weights: bool | None = False
     finish_reason: str = ""
 
     def __post_init__(self) -> None:

@@ -1,13 +1,17 @@
 """Each trap trips its guard with the value, the side and the remedy, and its healthy twin trips none."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mismatch_hooks.pipeline.guards import GUARDS, GuardInput, tripped
-from mismatch_hooks.schema.readback import Unobservable
+from mismatch_hooks.live.registry import load_registry
+from mismatch_hooks.pipeline.guards import GUARDS, NOTES, PITFALLS, GuardInput, notes, tripped
+from mismatch_hooks.schema.enums import NoiseFloor, Source
+from mismatch_hooks.schema.pitfall import GuardPlace
+from mismatch_hooks.schema.readback import Readback, Reading, Unobservable
 from tests.pipeline.samples import ROLLOUT, TRAINING, digest, guard_input, readback, sequence
 
 
@@ -25,12 +29,20 @@ def test_guards_speak_in_the_order_of_their_table() -> None:
         "weights_differ",
         "stale_rollout",
         "captured_after_update",
+        "prefix_cache_outlived_weights",
         "placeholder_logprobs",
         "positions_shifted",
+        "retokenised",
+        "masks_differ",
+        "stored_below_fp32",
         "nonfinite_logprobs",
-        "sampling_convention",
+        "one_sided_temperature",
+        "truncated_support",
+        "unasked_sampling",
         "dropout_active",
         "padded_vocabulary",
+        "routing_replay_without_effect",
+        "collective_unpinned",
     ]
 
 
@@ -114,16 +126,19 @@ def _at(temperature: float, mode: str, training: Any) -> GuardInput:
 @pytest.mark.parametrize(
     ("temperature", "mode", "training", "applied"),
     [
-        pytest.param(0.7, "raw_logprobs", 0.7, 1.0, id="c08a raw rollout at 0.7, training divides"),
-        pytest.param(0.7, "processed_logprobs", None, 0.7, id="c08b processed rollout, training does not divide"),
-        pytest.param(1.0, "raw_logprobs", 0.7, 1.0, id="c08c training hard-wired to 0.7"),
+        pytest.param(0.7, "raw_logprobs", 0.7, 1.0, id="C08a raw rollout at 0.7, training divides"),
+        pytest.param(0.7, "processed_logprobs", None, 0.7, id="C08b processed rollout, training does not divide"),
+        pytest.param(1.0, "raw_logprobs", 0.7, 1.0, id="C08c training hard-wired to 0.7"),
+        pytest.param(0.7, "processed_logprobs", 0.5, 0.7, id="one of each side's own"),
     ],
 )
 def test_a_temperature_on_one_side_is_blocked(temperature: float, mode: str, training: Any, applied: float) -> None:
+    whose = "each side applies its own" if applied != 1.0 and training else None
+    whose = whose or f"{'training' if applied == 1.0 else 'rollout'} alone applies a"
     assert tripped(_at(temperature, mode, training)) == (
         f"Rollout sampled at temperature {temperature} and returned {mode}, those of temperature {applied}; training "
-        f"divides logits by {1.0 if training is None else training}: two distributions, so use one temperature in "
-        "both log-probs.",
+        f"divides logits by {1.0 if training is None else training}: two distributions, because {whose} temperature; "
+        "use one temperature in both log-probs.",
     )
 
 
@@ -324,6 +339,151 @@ def test_log_probs_that_are_no_numbers_are_counted(
 def test_a_masked_nan_is_nobodys_business() -> None:
     masked = sequence([-0.6, None, -0.5], mask=[True, False, True])
     assert tripped(guard_input([masked], [[-0.5, math.nan, -0.4]])) == ()
+
+
+# ---- what one side has and the other does not: C10, C12, C14b, masks, precision -----------------------------------
+
+
+def test_C10_sampling_settings_that_nobody_asked_for_are_named_with_their_source() -> None:
+    file = "generation_config.json"
+    given: dict[str, Any] = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.1}
+    one = sequence([-1.0, -2.0, -0.5], **given, sources=dict.fromkeys((*given, "min_p"), file))
+    (sentence,) = tripped(guard_input([one]))
+    assert sentence == (
+        f"Rollout samples with settings that nobody requested: repetition_penalty=1.1 ({file}), temperature=0.6 "
+        f"({file}), top_k=20 ({file}), top_p=0.95 ({file}); pass every sampling parameter explicitly, or build the "
+        "engine with generation_config='vllm'."
+    )
+
+
+def test_C10_control_explicit_parameters_are_quiet_beside_the_same_file() -> None:
+    explicit: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
+    one = sequence([-1.0, -2.0, -0.5], **explicit, sources=dict.fromkeys(explicit, "requested"))
+    assert (tripped(guard_input([one])), notes(guard_input([one]))) == ((), ())
+
+
+def test_C09_raw_log_probs_of_truncated_sampling_are_a_note_and_block_nothing() -> None:
+    found = guard_input([sequence([-1.0, -2.0, -0.5], top_p=0.8)])
+    assert tripped(found) == ()
+    (note,) = notes(found)
+    assert note.startswith("Rollout samples with top_p=0.8 and returns raw log-probs: both sides agree, and neither")
+
+
+@pytest.mark.parametrize(
+    ("outlived", "words"),
+    [
+        pytest.param(True, "was not reset after the weight update to version 7", id="seen"),
+        pytest.param(None, "may not have been reset after the weight update, which", id="cannot be seen"),
+    ],
+)
+def test_C12_cached_tokens_of_other_weights_are_counted(outlived: bool | None, words: str) -> None:
+    served = replace(sequence([-1.0, -2.0, -0.5]), cached_tokens=256, cache_outlived_weights=outlived)
+    (sentence,) = tripped(guard_input([served]))
+    assert words in sentence and "256 cached tokens served to 1 sequences; call reset_prefix_cache" in sentence
+
+
+@pytest.mark.parametrize("cached", [None, 0])
+def test_C12_control_without_cached_tokens_an_old_cache_is_nobodys_business(cached: int | None) -> None:
+    served = replace(sequence([-1.0, -2.0, -0.5]), cached_tokens=cached, cache_outlived_weights=True)
+    assert tripped(guard_input([served])) == ()
+
+
+@pytest.mark.parametrize(
+    ("seen", "words"),
+    [
+        pytest.param((0, 1, 9), "first at index 2 of sequence 1 (id 9 for 2; 1 in all)", id="C14b another id"),
+        pytest.param((0, 1), "Training scored 2 tokens of sequence 1 and rollout sampled 3", id="C14b another length"),
+    ],
+)
+def test_tokens_that_were_tokenised_again_are_named_by_sequence_and_index(seen: tuple[int, ...], words: str) -> None:
+    values = [-1.0, -2.0, -0.5]
+    found = guard_input([sequence(values)] * 2, [[-1.01, -1.98, -0.52]] * 2, training_token_ids=[(0, 1, 2), seen])
+    (sentence,) = tripped(found)
+    assert words in sentence
+
+
+def test_C14b_control_the_sampled_ids_are_quiet() -> None:
+    assert tripped(guard_input(training_token_ids=[(0, 1, 2)])) == ()
+
+
+def test_a_stop_token_that_one_side_counts_is_named() -> None:
+    one = replace(sequence([-1.0, -2.0, -0.5], mask=[True, True, False]), finish_reason="stop")
+    (sentence,) = tripped(guard_input([one], rollout_masks=[(True, True, True)]))
+    assert sentence.startswith("Only rollout counts the stop token of sequence 0 (1 tokens of it differ)")
+
+
+@pytest.mark.parametrize("given", [None, (True, True, False)])
+def test_masks_that_agree_or_were_never_given_are_quiet(given: tuple[bool, ...] | None) -> None:
+    one = sequence([-1.0, -2.0, -0.5], mask=[True, True, False])
+    assert tripped(guard_input([one], rollout_masks=[given])) == ()
+
+
+def test_log_probs_that_were_stored_in_bf16_are_named_with_their_spacing() -> None:
+    exact = np.linspace(-5.0, -0.1, 24)
+    rounded = (exact.astype(np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32)
+    stored = guard_input([sequence(exact.tolist())], [[float(value) for value in rounded]])
+    (sentence,) = tripped(stored)
+    assert sentence.startswith("All 24 training log-probs are bf16 values, 0.0312 apart near the largest; keep them")
+    assert tripped(guard_input([sequence(exact.tolist())], [(exact + 0.01).tolist()])) == ()
+
+
+def test_a_sum_over_ranks_without_pins_is_named_where_bits_are_expected() -> None:
+    ranks = {"parallel.tensor": 2, "parallel.tensor.backend": "nccl"}
+    loose = guard_input(bits_expected=True, rollout=readback(ROLLOUT, {"model.vocab.size": 512, **ranks}))
+    (sentence,) = tripped(loose)
+    assert sentence.startswith("rollout adds up over 2 ranks with NCCL and NCCL_ALGO and NCCL_PROTO unset")
+    pins = {f"environment.NCCL_{name}": "Ring" for name in ("ALGO", "PROTO")}
+    pinned = readback(ROLLOUT, {"model.vocab.size": 512, **ranks, **pins})
+    assert tripped(guard_input(bits_expected=True, rollout=pinned)) == ()
+    assert tripped(replace(loose, bits_expected=False)) == ()
+
+
+def test_a_routing_replay_that_did_not_take_effect_is_named() -> None:
+    reading = Reading(effective=False, source=Source.LIVE_MODULE, requested=True, requested_by="config")
+    asked = Readback(role=TRAINING, settings={**guard_input().training.settings, "training.routing_replay": reading})
+    (sentence,) = tripped(guard_input(training=asked))
+    assert sentence.startswith("Routing replay is asked for on training and not in effect")
+    assert tripped(guard_input(training=replace_setting(asked, "training.routing_replay", effective=True))) == ()
+
+
+def test_a_setting_that_is_not_in_effect_is_a_note_because_the_verdicts_are_about_it() -> None:
+    reading = Reading(effective=10000.0, source=Source.LIVE_MODULE, requested=100000.0, requested_by="model file")
+    healthy = guard_input()
+    theta = Readback(role=ROLLOUT, settings={**healthy.rollout.settings, "model.rope.theta": reading})
+    found = guard_input(rollout=theta)
+    assert tripped(found) == ()
+    assert notes(found) == ("model.rope.theta on rollout: requested 100000.0 (model file), in effect 10000.0.",)
+
+
+def replace_setting(readback: Readback, key: str, **changes: Any) -> Readback:
+    reading = readback.settings[key]
+    assert isinstance(reading, Reading)
+    return Readback(role=readback.role, settings={**readback.settings, key: replace(reading, **changes)})
+
+
+# ---- the table ----------------------------------------------------------------------------------------------------
+
+
+def test_every_pitfall_says_how_it_misleads_and_stands_under_a_guard() -> None:
+    here = {GuardPlace.PITFALLS_CLEAR: GUARDS, GuardPlace.NOTE: NOTES}
+    for id, pitfall in PITFALLS.items():
+        assert pitfall.id == id
+        if pitfall.guard in here:
+            assert id in here[pitfall.guard]
+    assert set(GUARDS) | set(NOTES) <= set(PITFALLS)
+
+
+def test_a_guard_runs_at_its_lowest_floor_and_above(monkeypatch: pytest.MonkeyPatch) -> None:
+    higher = replace(PITFALLS["captured_after_update"], lowest_floor=NoiseFloor.PRODUCTION)
+    monkeypatch.setitem(PITFALLS, "captured_after_update", higher)
+    found = guard_input(weights_written=1)
+    assert tripped(found, NoiseFloor.SHARDED_SINGLE_NODE) == ()
+    assert len(tripped(found, NoiseFloor.PRODUCTION)) == 1
+
+
+def test_every_pitfall_that_a_factor_names_exists() -> None:
+    named = {pitfall for factor in load_registry().factors.values() for pitfall in factor.pitfalls}
+    assert named <= set(PITFALLS)
 
 
 # ---- the model: dropout, C16 --------------------------------------------------------------------------------------

@@ -1,0 +1,153 @@
+"""Traps of tokens: log-probs that are none, that belong to other tokens, or that were never compared."""
+
+import math
+import struct
+from collections.abc import Sequence
+
+from mismatch_hooks.pipeline.guards.captured import GuardInput, active, mean
+
+
+def placeholder_logprobs(found: GuardInput) -> list[str]:
+    pairs = [(training, rollout) for _, _, training, rollout in active(found)]
+    if pairs and not found.aligned and all(training == rollout for training, rollout in pairs):
+        return [
+            f"Training log-probs are a copy of the rollout's ({len(pairs)} of {len(pairs)} tokens equal with no "
+            "operator aligned); nothing was compared. Pass what the trainer computed."
+        ]
+    return [*_exact_zeros(found, "rollout"), *_exact_zeros(found, "training")]
+
+
+def _exact_zeros(found: GuardInput, side: str) -> list[str]:
+    places = [
+        (index, position, other)
+        for index, position, training, rollout in active(found)
+        for value, other in [(rollout, training) if side == "rollout" else (training, rollout)]
+        if value == 0.0 and other is not None and other < _SURELY_BELOW_ZERO
+    ]
+    if not places:
+        return []
+    index, first, other = places[0]
+    last = first
+    while (index, last + 1) in {place[:2] for place in places}:
+        last += 1
+    tokens = f"token {first}" if last == first else f"tokens {first}–{last}"
+    return [
+        f"{len(places)} active tokens carry placeholder log-probs (exact 0) on {side}, first {tokens} of sequence "
+        f"{index}, where the other side has {other:.4f}; mask tokens out that were not sampled."
+    ]
+
+
+# A side that gives a token the fp32 log-prob 0 gives all others below 6e-8 together; another side that gives them 1e-3
+# is ten nats of logit away, which no rounding is. A confident token may be 0 on one side and -1e-7 on the other.
+_SURELY_BELOW_ZERO = -1e-3
+
+
+# Fewer pairs than the first number line up by accident too often, and fewer than the second do so nearly: for unrelated
+# log-probs, exponential with one mean, a quarter of the mean |difference| over 16 pairs has a chance of 1e-4 (F test).
+_FEWEST_EQUAL, _FEWEST_NEAR, _NEAR = 5, 16, 0.25
+
+
+def positions_shifted(found: GuardInput) -> list[str]:
+    here = mean(_lagged(found, 0))
+    for lag, where in ((1, "ahead of"), (-1, "behind")):
+        there = _lagged(found, lag)
+        equal = len(there) >= _FEWEST_EQUAL and not any(there)
+        near = len(there) >= _FEWEST_NEAR and mean(there) < _NEAR * here
+        if here > 0.0 and (equal or near):
+            seen = (
+                f"all {len(there)} overlapping pairs are equal"
+                if equal
+                else f"mean |dlogp| of {len(there)} pairs is {mean(there):.4f}"
+            )
+            return [
+                f"Training is one position {where} rollout: at lag {lag} {seen}; at lag 0 mean |dlogp| is {here:.4f}. "
+                "Line both up so that each log-prob belongs to the token at its own position."
+            ]
+    return []
+
+
+def _lagged(found: GuardInput, lag: int) -> list[float]:
+    """|training[i] − rollout[i + lag]| where both tokens are active and finite."""
+    rollouts = {(index, position): rollout for index, position, _, rollout in active(found)}
+    pairs = [(one, rollouts.get((index, position + lag))) for index, position, one, _ in active(found)]
+    gaps = [abs(training - rollout) for training, rollout in pairs if rollout is not None]
+    return [gap for gap in gaps if math.isfinite(gap)]
+
+
+def nonfinite(found: GuardInput) -> list[str]:
+    sentences = []
+    for side, which in (("rollout", 3), ("training", 2)):
+        values = [token[which] for token in active(found)]
+        bad = sum(value is None or not math.isfinite(value) for value in values)
+        if bad:
+            sentences.append(
+                f"{bad} of {len(values)} {side} log-probs are NaN, infinite or missing; find their tokens first."
+            )
+    return sentences
+
+
+# By accident the lower half of an fp32 is zero once in 2^16 values; few values, or one value many times, may be so.
+_FEWEST_STORED, _FEWEST_DISTINCT = 16, 4
+
+
+def stored_below_fp32(found: GuardInput) -> list[str]:
+    """Log-probs of which every one fits into bf16: near -5 such values are 0.03 apart."""
+    sentences = []
+    for side, which in (("rollout", 3), ("training", 2)):
+        values = [token[which] for token in active(found)]
+        known = [value for value in values if value is not None and math.isfinite(value) and value != 0.0]
+        enough = len(known) >= _FEWEST_STORED and len(set(known)) >= _FEWEST_DISTINCT
+        if enough and all(_fits_bf16(value) for value in known):
+            sentences.append(
+                f"All {len(known)} {side} log-probs are bf16 values, {_spacing(known):.3g} apart near the largest; "
+                "keep them in fp32 from the log-softmax on."
+            )
+    return sentences
+
+
+def _fits_bf16(value: float) -> bool:
+    return struct.pack(">f", value)[2:] == b"\0\0"
+
+
+def _spacing(values: Sequence[float]) -> float:
+    return float(2.0 ** (math.frexp(max(abs(value) for value in values))[1] - 8))
+
+
+def retokenised(found: GuardInput) -> list[str]:
+    """Training log-probs of tokens that were not the sampled ones."""
+    sentences = []
+    for index, (sequence, seen) in enumerate(zip(found.sequences, found.training_token_ids or (), strict=False)):
+        sampled = sequence.response_token_ids
+        if len(seen) != len(sampled):
+            sentences.append(
+                f"Training scored {len(seen)} tokens of sequence {index} and rollout sampled {len(sampled)}; pass the "
+                "sampled ids on, and never the text."
+            )
+            continue
+        places = [place for place, pair in enumerate(zip(seen, sampled, strict=True)) if pair[0] != pair[1]]
+        if places:
+            first = places[0]
+            sentences.append(
+                f"Training scored other tokens than rollout sampled, first at index {first} of sequence {index} (id "
+                f"{seen[first]} for {sampled[first]}; {len(places)} in all): the text was tokenised again, so pass the "
+                "sampled ids on."
+            )
+    return sentences
+
+
+def masks_differ(found: GuardInput) -> list[str]:
+    """Tokens that one side counts and the other does not; of a stop token it is said."""
+    for index, (sequence, given) in enumerate(zip(found.sequences, found.rollout_masks or (), strict=False)):
+        if given is None:
+            continue
+        places = [place for place, pair in enumerate(zip(sequence.mask, given, strict=True)) if pair[0] != pair[1]]
+        if not places:
+            continue
+        first, last = places[0], len(given) - 1
+        side = "training" if sequence.mask[first] else "rollout"
+        what = "the stop token" if places == [last] and sequence.finish_reason == "stop" else f"token {first}"
+        return [
+            f"Only {side} counts {what} of sequence {index} ({len(places)} tokens of it differ); use one response_mask "
+            "on both sides."
+        ]
+    return []

@@ -22,6 +22,7 @@ def _parallel(model: Any) -> Settings:
     where = "live process groups"
     return {
         "parallel.tensor": live(sizes.tensor, where, config.tensor_model_parallel_size, _CONFIG),
+        "parallel.tensor.backend": live(torch.distributed.get_backend(model.pg_collection.tp), where),
         "parallel.pipeline": live(sizes.pipeline, where, config.pipeline_model_parallel_size, _CONFIG),
         "parallel.context": live(sizes.context, where, config.context_parallel_size, _CONFIG),
         "parallel.data": live(sizes.data, where),

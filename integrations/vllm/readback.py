@@ -276,6 +276,7 @@ def _operators(model: Any, runner: Any, config: Any) -> Settings:
 
 
 def _parallel(model: Any, runner: Any, config: Any) -> Settings:
+    import torch
     from vllm.distributed import parallel_state
 
     asked = config.parallel_config
@@ -291,6 +292,12 @@ def _parallel(model: Any, runner: Any, config: Any) -> Settings:
         )
         for kind, (name, requested) in groups.items()
     }
+    tensor = parallel_state.get_tp_group()
+    # Beside the process group a device communicator may bring an all-reduce of its own (shared memory, custom kernels).
+    communicator = type(tensor.device_communicator).__name__ if tensor.device_communicator is not None else "none"
+    settings["parallel.tensor.backend"] = _live(
+        f"{torch.distributed.get_backend(tensor.device_group)}, {communicator}", "get_tp_group()"
+    )
     passes = config.compilation_config.pass_config
     settings["parallel.sequence"] = Reading(
         effective=bool(getattr(passes, "enable_sp", False)),

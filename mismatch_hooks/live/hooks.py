@@ -12,6 +12,7 @@ from mismatch_hooks.live.alerts import Alert, AlertBook, AlertSettings, AlertSta
 from mismatch_hooks.live.cadence import Cadence
 from mismatch_hooks.live.capture import StepCapture, add_training
 from mismatch_hooks.live.config import ConfigError, HooksConfig, check_config
+from mismatch_hooks.live.execution import execution_of
 from mismatch_hooks.live.isolation import ErrorLedger, Fanout
 from mismatch_hooks.live.passes import CapturedBatch
 from mismatch_hooks.live.planning import make_plan
@@ -26,7 +27,6 @@ from mismatch_hooks.pipeline.metrics import MetricState, measure, merge
 from mismatch_hooks.schema.backend import ScoringBackend
 from mismatch_hooks.schema.capture import RolloutSequence
 from mismatch_hooks.schema.enums import ModelFamily, NoiseFloor, Origin, PolicyRole
-from mismatch_hooks.schema.fingerprint import fingerprint
 from mismatch_hooks.schema.freeze import thaw
 from mismatch_hooks.schema.plan import Plan
 from mismatch_hooks.schema.readback import Readback
@@ -371,15 +371,13 @@ class MismatchHooks:
             noise_floor=self._noise_floor,
             pitfalls=tripped(guards, self._noise_floor),
             notes=notes(guards, self._noise_floor),
-            fingerprint=fingerprint(
-                {
-                    "batch": sequences,
-                    "rollout": rollout,
-                    "training": training,
-                    "weights": [weights[role] for role in PolicyRole],
-                    "thresholds": thresholds_fingerprint(),
-                }
-            ),
+            fingerprint=execution_of(
+                sequences,
+                {PolicyRole.ROLLOUT: rollout, PolicyRole.TRAINING: training},
+                weights,
+                shape=self._shape,
+                origin=self._plan.origin,
+            ).digest,
             timeout_s=self._config.scoring_timeout,
             budget_s=self._cadence.allowance_s(elapsed_s=time.perf_counter() - self._started),
         )

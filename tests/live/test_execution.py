@@ -1,0 +1,107 @@
+"""The fingerprint of an ablation moves with everything that a verdict depends on, and with nothing else."""
+
+import os
+import subprocess
+import sys
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from mismatch_hooks.live.execution import execution_of
+from mismatch_hooks.schema.enums import Origin, PolicyRole
+from mismatch_hooks.schema.environment import EnvironmentFingerprint, ExecutionFingerprint, ReuseKey
+from mismatch_hooks.schema.identity import ComparisonIdentity
+from tests.live.test_hooks import SHAPE
+from tests.pipeline.samples import ROLLOUT, SEQUENCES, TRAINING, digest, readback
+
+SETTINGS = {
+    "library.numpy": "2.0",
+    "environment.NCCL_ALGO": "Ring",
+    "engine.device": "cpu",
+    "operator.norm.implementation": "RMSNorm",
+    "parallel.tensor": 2,
+    "parallel.tensor.backend": "gloo",
+}
+
+
+def execution(**changes: Any) -> ExecutionFingerprint:
+    given: dict[str, Any] = {
+        "sequences": SEQUENCES,
+        "readbacks": {role: readback(role, SETTINGS) for role in PolicyRole},
+        "weights": {role: digest(role, {"a": "1"}) for role in PolicyRole},
+        "origin": Origin.NATIVE,
+        **changes,
+    }
+    return execution_of(given["sequences"], given["readbacks"], given["weights"], shape=SHAPE, origin=given["origin"])
+
+
+def test_everything_that_was_read_back_is_in_it() -> None:
+    found = execution()
+    assert found.environment.libraries == {"numpy": "2.0"}
+    assert found.environment.determinism == {"environment.NCCL_ALGO": "Ring"}
+    assert found.implementations[TRAINING]["norm"] == "RMSNorm"
+    assert found.collectives[ROLLOUT][0] == "embedding: all_reduce over 2 by gloo"
+    assert found.identity.position_ids == ((1, 2), (1, 2, 3))
+    assert found.digest == execution().digest
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"origin": Origin.ALIGNED}, id="origin"),
+        pytest.param({"sequences": SEQUENCES[:1]}, id="tokens"),
+        pytest.param({"weights": {role: digest(role, {"a": "2"}) for role in PolicyRole}}, id="weights"),
+        *(
+            pytest.param(
+                {"readbacks": {role: readback(role, {**SETTINGS, key: "other"}) for role in PolicyRole}}, id=key
+            )
+            for key in SETTINGS
+        ),
+    ],
+)
+def test_it_moves_with_every_input(changes: dict[str, Any]) -> None:
+    assert execution(**changes).digest != execution().digest
+
+
+@pytest.mark.parametrize("record", ["identity", "environment", ""], ids=["identity", "environment", "execution"])
+def test_it_moves_with_every_field(record: str) -> None:
+    whole = execution()
+    part: Any = getattr(whole, record) if record else whole
+    for one in fields(part):
+        value = getattr(part, one.name)
+        if isinstance(value, str):
+            other: Any = value + "x"
+        elif isinstance(part, ComparisonIdentity):
+            continue  # fields whose lengths depend on each other: see the tokens above
+        elif isinstance(part, EnvironmentFingerprint):
+            other = {**value, "more": "1"}
+        elif one.name in ("identity", "environment"):
+            continue
+        else:
+            other = {**value, TRAINING: ("changed",) if one.name == "collectives" else "changed"}
+        changed = replace(part, **{one.name: other})
+        moved = replace(whole, **{record: changed}) if record else changed
+        assert moved.digest != whole.digest, one.name
+
+
+def test_it_is_the_same_in_every_process_and_under_every_hash_seed() -> None:
+    code = "from tests.live.test_execution import execution; print(execution().digest)"
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for seed in ("0", "1")
+    }
+    assert found == {execution().digest}
+
+
+def test_what_may_be_kept_ends_at_the_first_part_that_differs() -> None:
+    before = ReuseKey(process={"isa": "avx2"}, engine={"dtype": "bf16"}, request={"batch": 1})
+    assert before.kept_from(before) == ("process", "process_group", "engine", "request")
+    assert replace(before, request={"batch": 2}).kept_from(before) == ("process", "process_group", "engine")
+    assert replace(before, process={"isa": "avx512"}).kept_from(before) == ()

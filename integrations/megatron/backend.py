@@ -55,10 +55,14 @@ from mismatch_hooks.schema.shape import ModelShape
 TokenLogprobs = Callable[[Any, Tensor], Tensor]
 
 _MICRO_BATCH, _WRITE_BACK = "scoring.micro_batch", "scoring.write_back"
+_REDUCTION = "operator.linear.reduction"
+_CONVENTION, _PACKING = "scoring.convention", "scoring.packing"
 # What the backend flips itself, an argument of each pass, and what only a new engine can change; the rest is adapters'.
 _OWN = {
     _MICRO_BATCH: RebindCost.PER_REQUEST,
     _WRITE_BACK: RebindCost.PER_REQUEST,
+    _CONVENTION: RebindCost.PER_REQUEST,
+    _PACKING: RebindCost.PER_REQUEST,
     "training.attention_backend": RebindCost.ENGINE_REBUILD,
     "model.dtype": RebindCost.ENGINE_REBUILD,
     "parallel.tensor": RebindCost.PROCESS_GROUP_REBUILD,
@@ -127,6 +131,8 @@ class MegatronBackend:
     def capabilities(self) -> Mapping[str, RebindCost]:
         """Operators are switched live, unless CUDA graphs replay what was captured; layouts need a rebuild."""
         live = load_registry().live_switches(self.role)
+        if self._sizes.tensor == 1:  # nothing is added up over ranks
+            live[_REDUCTION] = RebindCost.PROCESS_GROUP_REBUILD
         if getattr(self._model.config, "cuda_graph_impl", "none") != "none":
             live = dict.fromkeys(live, RebindCost.ENGINE_REBUILD)
         return {**_OWN, **live}
@@ -192,13 +198,14 @@ class MegatronBackend:
         held = _held(binding, self._sites)
         rows = self._rows_per_forward(arguments, len(sequences))
         write_back = arguments.get(_WRITE_BACK, ("", Choice.NATIVE))[1]
+        convention = arguments.get(_CONVENTION, ("", Choice.NATIVE))[1]
         with (
             untouched(outermost(self._called)),
             ObservedPass(self._model, lambda: self._counter.see_forward(held)) as observed,
         ):
             for first in range(0, len(sequences), rows):
                 self._check_time(started, timeout_s, scored=first, of=len(sequences))
-                slices += self._score_together(sequences[first : first + rows], first, write_back)
+                slices += self._score_together(sequences[first : first + rows], first, write_back, convention)
         if observed.frequencies is not None:
             self._frequencies = observed.frequencies
         asked = {path: value for path, (_, value) in arguments.items() if value is not Choice.NATIVE}
@@ -250,7 +257,7 @@ class MegatronBackend:
                 self._check_time(started, timeout_s, scored=first, of=len(sequences))
                 batch = sequences[first : first + rows]
                 traced.next_forward(first, len(batch))
-                self._score_together(batch, first, Choice.NATIVE)
+                self._score_together(batch, first)
         modules, left_out = traced.finish()
         seconds = time.perf_counter() - started
         return ActivationCapture(
@@ -323,6 +330,8 @@ class MegatronBackend:
         return sites
 
     def _rows_per_forward(self, arguments: Mapping[str, tuple[str, Value]], sequences: int) -> int:
+        if arguments.get(_PACKING, ("", Choice.NATIVE))[1] is not Choice.NATIVE:
+            return 1  # nothing to pack, nothing to pad
         asked = arguments.get(_MICRO_BATCH, ("", Choice.NATIVE))[1]
         if asked is Choice.NATIVE:
             return self._micro_batch
@@ -349,7 +358,13 @@ class MegatronBackend:
                 f"{scored} of {of} sequences were scored in {timeout_s} s; allow more time or score fewer."
             )
 
-    def _score_together(self, sequences: Sequence[ScoringSequence], first: int, write_back: Value) -> list[ShardSlice]:
+    def _score_together(
+        self,
+        sequences: Sequence[ScoringSequence],
+        first: int,
+        write_back: Value = Choice.NATIVE,
+        convention: Value = Choice.NATIVE,
+    ) -> list[ShardSlice]:
         rows = [sequence.prompt_token_ids + sequence.response_token_ids for sequence in sequences]
         width = max(len(row) for row in rows)
         if self._model.config.sequence_parallel:  # the sequence is cut into one equal part a rank
@@ -358,11 +373,17 @@ class MegatronBackend:
         for index, row in enumerate(rows):
             input_ids[index, : len(row)] = torch.tensor(row)
         input_ids = input_ids.to(next(self._model.parameters()).device)
-        if write_back is Choice.NATIVE:
+        if write_back is Choice.NATIVE and convention is Choice.NATIVE:
             scores = self._token_logprobs(self._called, input_ids)
         else:
             words = None if self._shape is None else self._shape.vocab_size
-            scores = logprobs.token_logprobs(self._called, input_ids, vocab_size=words, write_back=str(write_back))
+            scores = logprobs.token_logprobs(
+                self._called,
+                input_ids,
+                vocab_size=words,
+                write_back="fp32" if write_back is Choice.NATIVE else str(write_back),
+                temperatures=[one.temperature for one in sequences] if convention == "processed" else None,
+            )
         if tuple(scores.shape) != (len(rows), width - 1):
             raise ValueError(
                 f"token_logprobs returned {list(scores.shape)} for input_ids {[len(rows), width]}; accepts "

@@ -1,5 +1,6 @@
 """Log-probs of next tokens from the model's own logits: what scores when the loop hands over no function of its own."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,14 @@ from mismatch_hooks.integrations.megatron.live_model import (
 WRITE_BACK_POINTS = ("fp32", "logits", "log_softmax", "logprob")
 
 
-def token_logprobs(model: Any, input_ids: Tensor, *, vocab_size: int | None = None, write_back: str = "fp32") -> Tensor:
+def token_logprobs(
+    model: Any,
+    input_ids: Tensor,
+    *,
+    vocab_size: int | None = None,
+    write_back: str = "fp32",
+    temperatures: Sequence[float] | None = None,
+) -> Tensor:
     """Return the log-prob of each next token under the present weights, normalised in fp32.
 
     Args:
@@ -25,6 +33,8 @@ def token_logprobs(model: Any, input_ids: Tensor, *, vocab_size: int | None = No
         input_ids: ``[batch, sequence]`` int64, right-padded: causal attention hides the padding from what counts.
         vocab_size: columns that are words; the padding beyond them is kept out of the log-sum-exp. None: all columns.
         write_back: one of ``WRITE_BACK_POINTS``: the values that are stored in the model's dtype on the way.
+        temperatures: what each row's fp32 logits are divided by; 0.0 is greedy, which divides by nothing, as vLLM's
+            processed log-probs have it. None: raw log-probs.
 
     Returns:
         ``[batch, sequence − 1]`` fp32, nats, on the model's device; position p is token p + 1.
@@ -47,12 +57,17 @@ def token_logprobs(model: Any, input_ids: Tensor, *, vocab_size: int | None = No
     mask = torch.ones(1, 1, sequence, sequence, dtype=torch.bool, device=device).triu(1)
     logits = outermost(model)(input_ids, positions, mask)[:, :-1]
     columns = vocab_size or inner.vocab_size
-    pairs = zip(logits, input_ids[:, 1:], strict=True)  # row by row: the fp32 copy of all logits would be the big one
     if write_back not in WRITE_BACK_POINTS:
         raise ValueError(f"write_back: got {write_back!r}; accepts {', '.join(WRITE_BACK_POINTS)}.")
     stored = next(inner.parameters()).dtype
     if write_back == "logits":
         logits = logits.to(stored)
+    rows = (
+        logits
+        if temperatures is None
+        else (row.float() / (one or 1.0) for row, one in zip(logits, temperatures, strict=True))
+    )
+    pairs = zip(rows, input_ids[:, 1:], strict=True)  # row by row: the fp32 copy of all logits would be the big one
     if logits.shape[-1] == inner.vocab_size:
         stored_over_words = stored if write_back == "log_softmax" else torch.float32
         scores = torch.stack([_whole(row[:, :columns], chosen, stored_over_words) for row, chosen in pairs])

@@ -44,6 +44,7 @@ TESTED_VERSIONS = SpecifierSet(VLLM.versions)
 # What the backend flips itself, an argument of each pass, and what only a new engine can change; the rest is adapters'.
 _OWN = {
     scoring_pass.BATCH_SIZE: RebindCost.PER_REQUEST,
+    scoring_pass.PACKING: RebindCost.PER_REQUEST,
     "engine.compiled": RebindCost.ENGINE_REBUILD,
     "model.dtype": RebindCost.ENGINE_REBUILD,
     "model.head.dtype": RebindCost.ENGINE_REBUILD,
@@ -56,6 +57,7 @@ _OWN = {
     "parallel.pipeline": RebindCost.PROCESS_GROUP_REBUILD,
     "engine.device": RebindCost.PROCESS_RESTART,
 }
+_REDUCTION = "operator.linear.reduction"
 _GENERATION_CONFIG = "generation_config.json"
 
 
@@ -106,7 +108,10 @@ class VllmBackend:
     def capabilities(self) -> Mapping[str, RebindCost]:
         """Switch paths that this engine knows to the cost of flipping them; ``PER_REQUEST`` is live."""
         decode = {scoring_pass.PATH: RebindCost.PER_REQUEST} if ExecutionPath.ROLLOUT_DECODE in self.paths else {}
-        return {**_OWN, **decode, **load_registry().live_switches(self.role)}
+        live = load_registry().live_switches(self.role)
+        if self._config.parallel_config.tensor_parallel_size == 1:  # nothing is added up over ranks
+            live[_REDUCTION] = RebindCost.PROCESS_GROUP_REBUILD
+        return {**_OWN, **decode, **live}
 
     @contextmanager
     def bind(self, binding: Binding) -> Iterator[None]:
@@ -174,7 +179,7 @@ class VllmBackend:
         path = path or scoring_pass.asked_path(arguments.get(scoring_pass.PATH, ("", Choice.NATIVE))[1])
         self._require_path(path)
         self._require_scorable(sequences, path)
-        batches = scoring_pass.batches(sequences, arguments.get(scoring_pass.BATCH_SIZE, ("", Choice.NATIVE))[1])
+        batches = scoring_pass.batches(sequences, scoring_pass.asked_size(arguments))
         outputs: dict[int, Any] = {}
         with random_streams_untouched():
             try:
@@ -227,7 +232,7 @@ class VllmBackend:
         binding = self._bindings[-1] if self._bindings else Binding(role=self.role)
         arguments = load_registry().pass_arguments(binding.choices)
         self._require_scorable(sequences, path)
-        batches = scoring_pass.batches(sequences, arguments.get(scoring_pass.BATCH_SIZE, ("", Choice.NATIVE))[1])
+        batches = scoring_pass.batches(sequences, scoring_pass.asked_size(arguments))
         with random_streams_untouched():
             try:
                 self._call("mh_begin_pass")

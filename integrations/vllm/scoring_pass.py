@@ -9,7 +9,7 @@ from mismatch_hooks.live.pass_arguments import Seen, call_counts, switch_states
 from mismatch_hooks.schema.enums import Choice, ExecutionPath, SwitchStatus, Value
 from mismatch_hooks.schema.score import CallCount, Evidence, ScoringSequence, ShardSlice, SwitchState
 
-BATCH_SIZE, PATH = "scoring.batch_size", "scoring.path"
+BATCH_SIZE, PATH, PACKING = "scoring.batch_size", "scoring.path", "scoring.packing"
 
 
 def request(sequence: ScoringSequence, path: ExecutionPath) -> tuple[list[int], Any]:
@@ -55,6 +55,13 @@ def batches(sequences: Sequence[ScoringSequence], size: Value) -> list[list[int]
     return [scored[first : first + rows] for first in range(0, len(scored), rows)]
 
 
+def asked_size(arguments: Mapping[str, tuple[str, Value]]) -> Value:
+    """The sequences that are to be computed together: one where they may share no batch."""
+    if arguments.get(PACKING, ("", Choice.NATIVE))[1] is not Choice.NATIVE:
+        return 1
+    return arguments.get(BATCH_SIZE, ("", Choice.NATIVE))[1]
+
+
 def asked_path(asked: Value) -> ExecutionPath:
     """The path that a binding asks for; prefill where it asks for none."""
     return ExecutionPath.ROLLOUT_FULL_PREFILL if asked is Choice.NATIVE else ExecutionPath(asked)
@@ -96,11 +103,12 @@ def evidence(
     switches = [switch_state(plain) for reply in ranks for plain in reply["switches"]]
     for rank, reply in enumerate(ranks):
         seen = dict(seen_by_all)
-        if BATCH_SIZE in arguments and arguments[BATCH_SIZE][1] is not Choice.NATIVE:
-            # A batch that the scheduler cut up took more forwards, and then the batch size was not the one asked for.
-            forwards, asked = int(reply["forwards"]), arguments[BATCH_SIZE][1]
-            value = asked if forwards == expected else None
-            seen[BATCH_SIZE] = Seen(value=value, expected=expected, observed=forwards)
+        for path in (BATCH_SIZE, PACKING):
+            if path in arguments and arguments[path][1] is not Choice.NATIVE:
+                # A batch that the scheduler cut up took more forwards; then its size was not the one asked for.
+                forwards, asked = int(reply["forwards"]), arguments[path][1]
+                value = asked if forwards == expected else None
+                seen[path] = Seen(value=value, expected=expected, observed=forwards)
         calls += call_counts(arguments, seen, rank=rank)
         switches += switch_states(arguments, seen, rank=rank)
     return Evidence(

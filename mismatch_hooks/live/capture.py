@@ -57,6 +57,7 @@ class StepCapture:
                 prompt_token_ids=self.sequences[index].prompt_token_ids,
                 response_token_ids=self.sequences[index].response_token_ids,
                 response_mask=tuple(self.masks[index].tolist()),
+                temperature=self.sequences[index].sampling.temperature,
             )
             for index in chosen
         )

@@ -15,11 +15,13 @@ class ScoringSequence:
         prompt_token_ids: the prompt, in order.
         response_token_ids: the sampled tokens, in order.
         response_mask: True on active tokens; as long as the response.
+        temperature: what the sampler divided the logits by; 0.0 is greedy.
     """
 
     prompt_token_ids: tuple[int, ...]
     response_token_ids: tuple[int, ...]
     response_mask: tuple[bool, ...]
+    temperature: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:

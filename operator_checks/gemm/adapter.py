@@ -7,6 +7,7 @@ Written against vllm 0.32 (``apply`` of the linear method that each layer holds)
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from mismatch_hooks.operator_checks.gemm import reduce_sites
 from mismatch_hooks.pipeline.bind import BindingError, PatchSite
 from mismatch_hooks.schema.enums import PolicyRole
 from mismatch_hooks.schema.shape import ModelShape
@@ -23,10 +24,10 @@ def parameters(factor: str, shape: ModelShape) -> Mapping[str, object]:
 
 
 def sites(factor: str, role: PolicyRole, model: Any, parameters: Mapping[str, object]) -> Sequence[PatchSite]:
-    """Return the four linears of every layer of a live model, each called once a forward.
+    """Return the four linears of every layer of a live model, or the two that are reduced; each is called once.
 
     Args:
-        factor: ``"gemm.accumulation"``.
+        factor: ``"gemm.accumulation"`` or ``"gemm.forward_reduce"``.
         role: which engine ``model`` belongs to.
         model: vLLM's model module on this rank, or the ``GPTModel``.
         parameters: as ``parameters()`` gives them, plus ``implementation``.
@@ -34,6 +35,8 @@ def sites(factor: str, role: PolicyRole, model: Any, parameters: Mapping[str, ob
     Raises:
         BindingError: a layer has a linear that the reference does not cover.
     """
+    if factor == "gemm.forward_reduce":
+        return reduce_sites.sites(factor, role, model, parameters)
     found = _rollout(model) if role is PolicyRole.ROLLOUT else _training(model)
     return [
         PatchSite(

@@ -23,7 +23,7 @@ def everything(qwen3_engines: TinyEngines) -> AblationResult:
 def test_every_live_factor_is_judged_with_all_gates_open(everything: AblationResult) -> None:
     live = {factor.id for factor in load_registry().factors.values() if factor.passes and factor.needs_adapter}
     judged = {verdict.factor: verdict for verdict in everything.verdicts}
-    assert live <= set(judged)
+    assert live - set(judged) == {"gemm.forward_reduce"}  # nothing is added up over one rank
     closed = {
         verdict.factor: [gate.reason for gate in verdict.gates if not gate.ok]
         for verdict in everything.verdicts

@@ -1,0 +1,143 @@
+"""Where the fixed tree goes in each live engine.
+
+Written against vllm 0.32 (``RowParallelLinear.forward``, which leaves its part unreduced where ``reduce_results`` is
+off) and megatron-core 0.16 (``RowParallelLinear.forward``, likewise where ``explicit_expert_comm`` is on). The product
+is the engine's own, and so is the all-gather: no process group is handled here.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mismatch_hooks.pipeline.bind import BindingError, PatchSite
+from mismatch_hooks.schema.enums import PolicyRole
+
+_LINEARS = {
+    PolicyRole.ROLLOUT: ("model.layers", ("self_attn.o_proj", "mlp.down_proj")),
+    PolicyRole.TRAINING: ("decoder.layers", ("self_attention.linear_proj", "mlp.linear_fc2")),
+}
+# The flag of the linear, and the value at which its forward returns this rank's part.
+_UNREDUCED = {PolicyRole.ROLLOUT: ("reduce_results", False), PolicyRole.TRAINING: ("explicit_expert_comm", True)}
+
+_Forward = Callable[..., Any]
+
+
+def sites(factor: str, role: PolicyRole, model: Any, parameters: Mapping[str, object]) -> Sequence[PatchSite]:
+    """Return the two row-parallel linears of every layer, each of which is called and reduced once a forward.
+
+    Args:
+        factor: ``"gemm.forward_reduce"``.
+        role: which engine ``model`` belongs to.
+        model: vLLM's model module on this rank, or the ``GPTModel``.
+        parameters: nothing of them is needed.
+
+    Raises:
+        BindingError: nothing is reduced over ranks, or a layer reduces in a way that the tree does not cover.
+    """
+    layers, paths = _LINEARS[role]
+    first, rest = layers.split(".")
+    found: list[PatchSite] = []
+    for index, layer in enumerate(getattr(getattr(model, first), rest)):
+        if type(layer).__name__ == "PPMissingLayer":  # another pipeline stage has it
+            continue
+        for path in paths:
+            linear = _at(layer, path)
+            _require_all_reduce(role, f"{layers}.{index}.{path}", linear)
+            found.append(
+                PatchSite(
+                    factor=factor,
+                    site=f"{layers}.*.{path}: all-reduce",
+                    owner=linear,
+                    name="forward",
+                    build=_tree(role, linear),
+                    calls_per_forward=1,
+                )
+            )
+    return found
+
+
+def implementation(role: PolicyRole, model: Any) -> str:
+    """Return what adds up over the ranks of a live model: torch's backend of the group, or vLLM's own transport.
+
+    ``"gloo"`` and ``"nccl"`` are torch's; a class name is the part of vLLM that is asked first. Which algorithm NCCL
+    then takes is decided per message and cannot be read.
+    """
+    import torch.distributed as dist
+
+    if role is PolicyRole.TRAINING:
+        return str(dist.get_backend(model.pg_collection.tp))
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    communicator = group.device_communicator
+    for name in ("ca_comm", "qr_comm", "symm_mem_comm", "pynccl_comm"):  # as CudaCommunicator keeps them
+        transport = getattr(communicator, name, None)
+        if transport is not None and not getattr(transport, "disabled", False):
+            return type(transport).__name__
+    transport = getattr(communicator, "dist_module", dist)
+    return str(dist.get_backend(group.device_group)) if transport is dist else type(transport).__name__
+
+
+def _require_all_reduce(role: PolicyRole, name: str, linear: Any) -> None:
+    if role is PolicyRole.ROLLOUT:
+        from vllm.model_executor.layers.linear import RowParallelLinear as Expected
+
+        reduces = type(linear) is Expected and linear.reduce_results
+    else:
+        from megatron.core.tensor_parallel import RowParallelLinear as Expected
+
+        # With a bias of its own the linear would add it once a rank while its part is not reduced.
+        reduces = type(linear) is Expected and not linear.explicit_expert_comm and linear.skip_bias_add
+    if not reduces or getattr(linear, "sequence_parallel", False):
+        raise BindingError(
+            f"the {role.value} model's {name} is a {type(linear).__name__} that does not end in a plain all-reduce; "
+            "the fixed tree covers RowParallelLinear of dense layers, without sequence_parallel."
+        )
+    ranks = _ranks(linear)
+    if ranks == 1:
+        raise BindingError(
+            f"the {role.value} model adds nothing up over ranks (tensor-parallel size 1); give both sides one size of "
+            "2 or more, or leave gemm.forward_reduce out."
+        )
+
+
+def _ranks(linear: Any) -> int:
+    return int(linear.tp_size if hasattr(linear, "tp_size") else linear.tp_group.size())
+
+
+def _at(layer: Any, path: str) -> Any:
+    for name in path.split("."):
+        layer = getattr(layer, name, None)
+    return layer
+
+
+def _tree(role: PolicyRole, linear: Any) -> Callable[[_Forward], _Forward]:
+    from mismatch_hooks.references.reduction import tree_sum
+
+    flag, unreduced = _UNREDUCED[role]
+
+    def build(original: _Forward) -> _Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            setattr(linear, flag, unreduced)
+            try:
+                returned = original(*args, **kwargs)
+            finally:
+                setattr(linear, flag, not unreduced)
+            part = returned[0] if isinstance(returned, tuple) else returned
+            parts = _gathered(role, linear, part).chunk(_ranks(linear), dim=-1)
+            total = tree_sum(parts)
+            return (total, *returned[1:]) if isinstance(returned, tuple) else total
+
+        return forward
+
+    return build
+
+
+def _gathered(role: PolicyRole, linear: Any, part: Any) -> Any:
+    """Every rank's part side by side along the last dimension, in the order of ranks; the gradient is this rank's."""
+    if role is PolicyRole.ROLLOUT:
+        from vllm.distributed import tensor_model_parallel_all_gather
+
+        return tensor_model_parallel_all_gather(part)
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    return gather_from_tensor_model_parallel_region(part, group=linear.tp_group)

@@ -384,7 +384,8 @@ class MismatchHooks:
 
     def _trace(self, step: int, capture: StepCapture) -> None:
         _, sequences = capture.sample(self._config.sample_sequences)
-        found = trace_batch(self._engines, sequences, timeout_s=self._config.scoring_timeout)
+        timeout_s = self._config.scoring_timeout
+        found = trace_batch(self._engines, sequences, timeout_s=timeout_s, shape=self._shape)
         self._emit("trace", step, thaw(found))
 
     def _publish(self, step: int, result: AblationResult) -> None:

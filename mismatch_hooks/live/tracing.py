@@ -5,16 +5,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+from mismatch_hooks.model_meta.correspondence import propagation_edges
 from mismatch_hooks.pipeline.activations import compare_activations, differing, incomparable, summarise
+from mismatch_hooks.pipeline.compare import differing_settings
+from mismatch_hooks.pipeline.trace import trace_root_causes
 from mismatch_hooks.schema.activation import ActivationCapture
 from mismatch_hooks.schema.backend import ScoringBackend
 from mismatch_hooks.schema.enums import PolicyRole
 from mismatch_hooks.schema.freeze import FrozenMapping
 from mismatch_hooks.schema.score import ScoringSequence
-from mismatch_hooks.schema.trace import ModuleComparison
+from mismatch_hooks.schema.shape import ModelShape
+from mismatch_hooks.schema.trace import ModuleComparison, RootCause
 
 # Points whose sizes are measured by a second pass: where the two sides part, and what follows from it at once.
 _SIZED = 3
+_MOST_CAUSES = 5
 
 
 class TracingError(ValueError):
@@ -43,6 +48,7 @@ class TraceReport:
     Attributes:
         summary: one sentence: up to where both sides agree, and where they first differ.
         comparisons: one per traced point, in the order of the forward.
+        causes: the most suspicious points, ranked; none where the shape of the model was not given.
         left_out: role to points that exist there and were not compared, each with the reason.
         passes: traced passes made, over both engines.
         seconds: wall time.
@@ -50,6 +56,7 @@ class TraceReport:
 
     summary: str
     comparisons: tuple[ModuleComparison, ...]
+    causes: tuple[RootCause, ...] = ()
     left_out: Mapping[PolicyRole, Mapping[str, str]] = field(default_factory=FrozenMapping)
     passes: int
     seconds: float
@@ -59,7 +66,11 @@ class TraceReport:
 
 
 def trace_batch(
-    engines: Mapping[PolicyRole, ScoringBackend], sequences: Sequence[ScoringSequence], *, timeout_s: float
+    engines: Mapping[PolicyRole, ScoringBackend],
+    sequences: Sequence[ScoringSequence],
+    *,
+    timeout_s: float,
+    shape: ModelShape | None = None,
 ) -> TraceReport:
     """Trace the same tokens through both engines, each under the binding in force, and say where they first differ.
 
@@ -70,6 +81,7 @@ def trace_batch(
         engines: both roles.
         sequences: captured sequences; those with an empty response take no part.
         timeout_s: seconds for all passes.
+        shape: of the model, by which suspicious points are told from those that pass on what came from above.
 
     Raises:
         TracingError: an engine has no ``trace``, or no sequence has a response.
@@ -94,10 +106,20 @@ def trace_batch(
     return TraceReport(
         summary=summarise(comparisons),
         comparisons=comparisons,
+        causes=_causes(engines, comparisons, shape),
         left_out={role: {**capture.left_out, **incomparable(captures)} for role, capture in captures.items()},
         passes=passes,
         seconds=time.perf_counter() - started,
     )
+
+
+def _causes(
+    engines: Mapping[PolicyRole, ScoringBackend], comparisons: Sequence[ModuleComparison], shape: ModelShape | None
+) -> tuple[RootCause, ...]:
+    if shape is None or all(one.agrees for one in comparisons):
+        return ()
+    settings = differing_settings(*(engines[role].read_back() for role in (PolicyRole.ROLLOUT, PolicyRole.TRAINING)))
+    return trace_root_causes(comparisons, propagation_edges(shape), settings)[:_MOST_CAUSES]
 
 
 def _traceable(role: PolicyRole, engine: ScoringBackend) -> Traceable:

@@ -1,8 +1,13 @@
 """The same module by its name on either side, for every module that computes something."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mismatch_hooks.schema.freeze import SchemaError
 from mismatch_hooks.schema.shape import ModelShape
+from mismatch_hooks.schema.trace import PropagationEdge
+
+_TRACED = "tests/cases/test_c31.py::test_C31_an_aligned_run_has_no_difference_in_any_layer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,11 +19,22 @@ class ModuleCorrespondence:
         training_module: name in the megatron-core ``GPTModel`` of the local layer spec; what has no module of its own
             (the activation, a rotation) names the module whose forward computes it.
         rollout_module: name in vLLM's model; fused projections name the fused module.
+        equivalence: in what sense the two are the same, in words.
+        verified_by: node id of the test that proves it; a claim without one is refused.
     """
 
     semantic: str
     training_module: str
     rollout_module: str
+    equivalence: str = "the same rows to the bit with every operator on its reference"
+    verified_by: str = _TRACED
+
+    def __post_init__(self) -> None:
+        if not self.equivalence or "::test_" not in self.verified_by:
+            raise SchemaError(
+                f"ModuleCorrespondence {self.semantic}: verified_by is {self.verified_by!r}; accepts the node id of "
+                "the test that proves the equivalence."
+            )
 
 
 _BEFORE_LAYERS = (("embedding", "embedding.word_embeddings", "model.embed_tokens"),)
@@ -56,3 +72,42 @@ def correspondences(shape: ModelShape) -> tuple[ModuleCorrespondence, ...]:
         ModuleCorrespondence(semantic=semantic, training_module=training, rollout_module=rollout)
         for semantic, training, rollout in rows
     )
+
+
+# Within a layer: what each point is computed from. "output" and "attention_residual" are the residual stream.
+_FROM_WITHIN = {
+    "query_key_value": ("input_norm",),
+    "query_norm": ("query_key_value",),
+    "key_norm": ("query_key_value",),
+    "rope": ("query_key_value", "query_norm", "key_norm"),
+    "attention_core": ("rope", "query_key_value"),
+    "attention_output": ("attention_core",),
+    "post_attention_norm": ("attention_residual", "attention_output"),
+    "gate_up": ("post_attention_norm",),
+    "activation": ("gate_up",),
+    "down": ("activation",),
+    "output": ("attention_residual", "attention_output", "down"),
+}
+# From the layer before, or the embedding: the stream that enters the layer.
+_FROM_STREAM = ("input_norm", "attention_residual")
+
+
+def propagation_edges(shape: ModelShape) -> tuple[PropagationEdge, ...]:
+    """Return which point of the forward feeds which, for a Llama or Qwen3 model; traced or not."""
+    return tuple(_edges(shape))
+
+
+def _edges(shape: ModelShape) -> Iterator[PropagationEdge]:
+    stream = "embedding"
+    for index in range(shape.layers):
+        here = f"layers.{index}."
+        for target in _FROM_STREAM:
+            yield PropagationEdge(source=stream, target=here + target)
+        yield PropagationEdge(source=here + "attention_output", target=here + "attention_residual")
+        for target, sources in _FROM_WITHIN.items():
+            for source in sources:
+                if shape.qk_norm or "query_norm" not in (source, target) and "key_norm" not in (source, target):
+                    yield PropagationEdge(source=here + source, target=here + target)
+        stream = here + "output"
+    yield PropagationEdge(source=stream, target="final_norm")
+    yield PropagationEdge(source="final_norm", target="head")

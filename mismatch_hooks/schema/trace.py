@@ -1,6 +1,7 @@
 """Where the two sides stop agreeing inside the model, point by point."""
 
 from dataclasses import dataclass
+from enum import Enum
 
 from mismatch_hooks.schema.enums import PolicyRole
 from mismatch_hooks.schema.freeze import SchemaError
@@ -39,3 +40,40 @@ class ModuleComparison:
     def agrees(self) -> bool:
         """True when both sides have the point and every row of it is the same."""
         return self.missing_on is None and self.equal_tokens == self.tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PropagationEdge:
+    """One point of the forward is computed from another one.
+
+    Attributes:
+        source: semantic name of what is read.
+        target: semantic name of what is computed.
+    """
+
+    source: str
+    target: str
+
+
+class Hypothesis(Enum):
+    """Why the two sides differ at a point."""
+
+    MISSING_OPERATOR = "missing_operator"
+    DIFFERENT_PARAMETER = "different_parameter"
+    DIFFERENT_IMPLEMENTATION = "different_implementation"
+    PROPAGATED_FROM_UPSTREAM = "propagated_from_upstream"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RootCause:
+    """One suspicious point.
+
+    Attributes:
+        semantic: the point.
+        hypothesis: why it differs.
+        reason: one sentence with what it rests on.
+    """
+
+    semantic: str
+    hypothesis: Hypothesis
+    reason: str

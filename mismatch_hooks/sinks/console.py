@@ -98,7 +98,11 @@ def render_event(event: Event) -> RenderableType | None:
             parts += [render_differences(differences)] if differences else []
             return Group(*parts) if parts else None
         case "trace":
-            return Text.assemble(("trace ", "bold"), f" step {event.step}  {event.payload['summary']}")
+            causes = "".join(
+                f"\n  {_words(cause['hypothesis'])}: {cause['semantic']}, {cause['reason']}"
+                for cause in event.payload.get("causes", ())
+            )
+            return Text.assemble(("trace ", "bold"), f" step {event.step}  {event.payload['summary']}{causes}")
         case "alert":
             return render_alert(event.payload, step=event.step)
         case "error":

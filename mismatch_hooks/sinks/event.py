@@ -34,7 +34,8 @@ EVENT_TYPES: Mapping[str, str] = {
     "gates {gate: {ok, reason}}, effects {arm: {...}}, tokens, interval, resolvable, passes, seconds, fingerprint, "
     "paths {term: {metric: value}}, not_reached [factor], ablation_passes, ablation_seconds",
     "trace": "summary, comparisons [{semantic, tokens, equal_tokens, max_abs, first_difference, missing_on}] in the "
-    "order of the forward, left_out {side: {point: reason}}, passes, seconds",
+    "order of the forward, causes [{semantic, hypothesis, reason}] ranked, left_out {side: {point: reason}}, passes, "
+    "seconds",
     "alignment": "operators, and what the run found of them",
     "alert": "kind, severity, state, title, text, since_step, value, baseline, transient, recommendation",
     "error": "cause, message, count: of this cause so far, total: of all causes so far",

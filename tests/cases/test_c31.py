@@ -16,6 +16,7 @@ from mismatch_hooks.live.tracing import Traceable, TraceReport, trace_batch
 from mismatch_hooks.schema.activation import ActivationCapture
 from mismatch_hooks.schema.enums import PolicyRole
 from mismatch_hooks.schema.score import ScoringSequence
+from mismatch_hooks.schema.trace import Hypothesis
 from tests.tiny_engines import TinyEngines
 
 pytestmark = pytest.mark.engine
@@ -55,7 +56,7 @@ def aligned(tiny: TinyEngines) -> Iterator[None]:
 
 
 def traced(tiny: TinyEngines) -> TraceReport:
-    return trace_batch(tiny.engines, batch(), timeout_s=60.0)
+    return trace_batch(tiny.engines, batch(), timeout_s=60.0, shape=tiny.shape)
 
 
 def one_side(
@@ -91,7 +92,7 @@ def test_C31_an_aligned_run_has_no_difference_in_any_layer(
     with aligned(tiny):
         report = traced(tiny)
     assert report.summary == f"No difference in any layer: {points} points, {TOKENS} tokens."
-    assert report.left_out == {ROLLOUT: {}, TRAINING: {}}
+    assert (report.left_out, report.causes) == ({ROLLOUT: {}, TRAINING: {}}, ())
     # Of the last token of each of three sequences the rollout engine scores no next one.
     assert [one.equal_tokens for one in report.comparisons] == [TOKENS] * (points - 1) + [TOKENS - 3]
     assert report.passes == 2
@@ -112,6 +113,9 @@ def test_C31_one_planted_norm_is_where_the_sides_part(layer: int, summary: str, 
     assert by_name[f"layers.{layer}.input_norm"].max_abs > 0
     assert by_name[f"layers.{layer}.input_norm"].first_difference == (0, 0)
     assert report.passes == 4
+    first, *rest = report.causes
+    assert (first.semantic, first.hypothesis) == (f"layers.{layer}.input_norm", Hypothesis.DIFFERENT_IMPLEMENTATION)
+    assert {cause.hypothesis for cause in rest} == {Hypothesis.PROPAGATED_FROM_UPSTREAM}
 
 
 def test_C31_forwards_that_are_not_ours_leave_nothing(

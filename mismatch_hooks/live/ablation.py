@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from mismatch_hooks.live.passes import CapturedBatch, ScoringRun, Watched
 from mismatch_hooks.live.registry import Registry
+from mismatch_hooks.live.temperature_fit import temperature_sentences
 from mismatch_hooks.pipeline.bind import BindingError
 from mismatch_hooks.pipeline.diagnose import (
     Finding,
@@ -38,6 +39,8 @@ from mismatch_hooks.schema.shape import ModelShape
 from mismatch_hooks.schema.verdict import ArmReading, Gate, Verdict
 
 _ROLES = (PolicyRole.ROLLOUT, PolicyRole.TRAINING)
+# Ends the id of a factor whose verdict with rollout decoding was not reached.
+WHILE_DECODING = " (rollout decodes)"
 _PREFILL, _DECODE = ExecutionPath.ROLLOUT_FULL_PREFILL, ExecutionPath.ROLLOUT_DECODE
 
 
@@ -52,14 +55,15 @@ class AblationResult:
     Attributes:
         verdicts: one per factor that was reached, in the order in which they ran; where the live run decodes to other
             log-probs than it prefills, those with four arms a second time, with the rollout side's arms decoded.
-        not_reached: ids of the planned factors for which no time was left, on one path or both, in order.
+        not_reached: ids of the planned factors for which no time was left, in order; those that would have been judged
+            a second time end in ``WHILE_DECODING``.
         paths: comparisons at the origin that need no factor, each from metric names to values: ``cross_framework``
             (training prefill against rollout prefill) and ``decode_against_prefill`` (rollout prefill against decode of
             the same tokens), whose sum is training against rollout. From aligned ``live_against_prefill`` is the second
-            of them as the run has it (native prefill against what was returned while sampling). From native two more
-            say whether the live values can be scored again at all: ``live_against_decode`` (decode against what was
-            returned while sampling; absent where the engine cannot be made to decode given tokens, and then the live
-            values stand for decode) and ``training_rescore`` (the scoring forward against the loop's own forward).
+            of them as the run has it (native prefill against what was returned while sampling), from native
+            ``live_against_decode`` says whether the live values can be decoded again (absent where the engine cannot be
+            made to decode given tokens, and then the live values stand for decode). ``training_rescore`` is the native
+            scoring forward against the loop's own forward.
         passes: scoring passes spent, the restoration proof included.
         seconds: wall time.
         least_seconds: what the same would have taken for its slowest factor alone.
@@ -120,12 +124,14 @@ def ablate(
     proof_s = time.perf_counter() - started  # the same passes will be taken once more at the end
     try:
         decoded = run.decode({}) if run.can_decode else None
-        native = run.native_prefill() if plan.origin is Origin.ALIGNED else before[PolicyRole.ROLLOUT].score
-        paths = _paths({role: watched.score for role, watched in before.items()}, decoded, native, batch, plan.origin)
+        at_origin = {role: watched.score for role, watched in before.items()}
+        native = {role: run.native(role) for role in _ROLES} if plan.origin is Origin.ALIGNED else at_origin
+        paths = _paths(at_origin, decoded, native, batch, plan.origin)
+        pitfalls = (*pitfalls, *_temperatures(run, paths))
         for case, path in _cases(plan, paths, decoded):
             begun = time.perf_counter()
             if slowest and case.factor.passes and begun - started + slowest + proof_s > budget_s:
-                not_reached.append(case.factor.id)
+                not_reached.append(case.factor.id if path is _PREFILL else case.factor.id + WHILE_DECODING)
                 continue
             first = before if decoded is None or path is not _DECODE else {**before, PolicyRole.ROLLOUT: decoded}
             verdicts.append(_judge(case, run, first, noise_floor, pitfalls, notes, fingerprint, plan.origin, path))
@@ -136,13 +142,24 @@ def ablate(
     seconds = time.perf_counter() - started
     return AblationResult(
         verdicts=tuple(verdicts),
-        not_reached=tuple(dict.fromkeys(not_reached)),
+        not_reached=tuple(not_reached),
         paths=paths,
         passes=run.passes,
         seconds=seconds,
         least_seconds=seconds - sum(verdict.seconds for verdict in verdicts) + slowest,
         whole_seconds=seconds + len(not_reached) * slowest,
     )
+
+
+def _temperatures(run: ScoringRun, paths: Mapping[str, Mapping[str, float]]) -> tuple[str, ...]:
+    batch = run.batch
+
+    def score_at(temperature: float) -> list[list[float]]:
+        return response_logprobs(run.divided(temperature), batch.sequences)
+
+    captured = {PolicyRole.TRAINING: batch.training_logprobs, PolicyRole.ROLLOUT: batch.rollout_logprobs}
+    masks = [sequence.response_mask for sequence in batch.sequences]
+    return temperature_sentences(paths, captured, masks, score_at if run.can_divide else None)
 
 
 def _cases(
@@ -264,7 +281,11 @@ def _prove_restored(run: ScoringRun, before: Mapping[PolicyRole, Watched]) -> No
 
 
 def _paths(
-    before: Mapping[PolicyRole, Score], decoded: Watched | None, native: Score, batch: CapturedBatch, origin: Origin
+    before: Mapping[PolicyRole, Score],
+    decoded: Watched | None,
+    native: Mapping[PolicyRole, Score],
+    batch: CapturedBatch,
+    origin: Origin,
 ) -> dict[str, dict[str, float]]:
     prefill = response_logprobs(before[PolicyRole.ROLLOUT], batch.sequences)
     training = response_logprobs(before[PolicyRole.TRAINING], batch.sequences)
@@ -279,15 +300,20 @@ def _paths(
         return dict(state.finalize())
 
     live = batch.rollout_logprobs
+    rescored = response_logprobs(native[PolicyRole.TRAINING], batch.sequences)
     paths = {"cross_framework": compared(training, prefill)}
     if decoded is not None:
         decode = response_logprobs(decoded.score, batch.sequences)
         paths["decode_against_prefill"] = compared(prefill, decode)
     if origin is Origin.ALIGNED:
         # The live values are native, and only a native pass can bridge to them.
-        return paths | {"live_against_prefill": compared(response_logprobs(native, batch.sequences), live)}
+        live_prefill = response_logprobs(native[PolicyRole.ROLLOUT], batch.sequences)
+        return paths | {
+            "live_against_prefill": compared(live_prefill, live),
+            "training_rescore": compared(rescored, batch.training_logprobs),
+        }
     if decoded is None:
         paths["decode_against_prefill"] = compared(prefill, live)
     else:
         paths["live_against_decode"] = compared(decode, live)
-    return paths | {"training_rescore": compared(training, batch.training_logprobs)}
+    return paths | {"training_rescore": compared(rescored, batch.training_logprobs)}

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from mismatch_hooks.live.ablation import AblationResult, NotRestoredError, ablate
+from mismatch_hooks.live.ablation import WHILE_DECODING, AblationResult, NotRestoredError, ablate
 from mismatch_hooks.live.alerts import Alert, AlertBook, AlertSettings, AlertState
 from mismatch_hooks.live.cadence import Cadence
 from mismatch_hooks.live.capture import StepCapture, add_training
@@ -318,7 +318,8 @@ class MismatchHooks:
             with self._ledger.guard("ablation", step=step) as guarded:
                 result = self._run_ablation(capture)
                 self._not_reached = result.not_reached
-                self._plan = self._plan.starting_with(result.not_reached)
+                first = [name.removesuffix(WHILE_DECODING) for name in result.not_reached]
+                self._plan = self._plan.starting_with(first)
                 self._publish(step, result)
             if guarded.error is None and self._config.trace:
                 with self._ledger.guard("trace", step=step):

@@ -1,7 +1,7 @@
 """The passes of one ablation: what is bound around each, what they gave, and how many there were."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mismatch_hooks.live.registry import Registry
 from mismatch_hooks.pipeline.bind import BindingError
@@ -13,6 +13,7 @@ from mismatch_hooks.schema.enums import (
     Expansion,
     Origin,
     PolicyRole,
+    RebindCost,
     SettingChannel,
     Value,
 )
@@ -20,6 +21,9 @@ from mismatch_hooks.schema.factor import MismatchFactor
 from mismatch_hooks.schema.plan import Candidate, Plan
 from mismatch_hooks.schema.score import Binding, Score, ScoringSequence, SwitchState, WeightsDigest
 from mismatch_hooks.schema.shape import ModelShape
+
+# The built-in sweep whose value "processed" divides each row's logits by its temperature.
+_CONVENTION = "logprob.convention"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +83,7 @@ class ScoringRun:
         self.passes = 0
         self.seen: dict[str, dict[PassKey, Watched]] = {}
         self._engines = engines
+        self._registry = registry
         self._timeout_s = timeout_s
         self._factors = [case.factor for case in plan.cases if case.factor.expansion is not Expansion.CONTENT]
         self._parameters = {case.factor.id: _parameters(case, registry, shape) for case in plan.cases}
@@ -110,9 +115,25 @@ class ScoringRun:
         """Whether the rollout engine can be made to decode given tokens."""
         return ExecutionPath.ROLLOUT_DECODE in self._engines[PolicyRole.ROLLOUT].paths
 
-    def native_prefill(self) -> Score:
-        """Prefill the captured tokens on the rollout engine as nobody touches it; free of charge from native."""
-        return self.score(PolicyRole.ROLLOUT, dict.fromkeys(self._at_origin(PolicyRole.ROLLOUT), Choice.NATIVE)).score
+    def native(self, role: PolicyRole) -> Score:
+        """Prefill the captured tokens on one engine as nobody touches it."""
+        return self.score(role, dict.fromkeys(self._at_origin(role), Choice.NATIVE)).score
+
+    @property
+    def can_divide(self) -> bool:
+        """Whether the trainer can be made to score with its logits divided by a temperature."""
+        factor = self._registry.factors.get(_CONVENTION)
+        capabilities = self._engines[PolicyRole.TRAINING].capabilities
+        return factor is not None and capabilities.get(factor.switch.path) is RebindCost.PER_REQUEST
+
+    def divided(self, temperature: float) -> Score:
+        """Score on the native trainer with its logits divided by ``temperature``; only where ``can_divide``."""
+        role = PolicyRole.TRAINING
+        choices: dict[str, Value] = {**dict.fromkeys(self._at_origin(role), Choice.NATIVE), _CONVENTION: "processed"}
+        sequences = [replace(sequence, temperature=temperature) for sequence in self.batch.sequences]
+        with self._engines[role].bind(self._binding(role, choices)):
+            self.passes += 1
+            return self._engines[role].score(sequences, timeout_s=self._timeout_s)
 
     def _refusal(self, factor: MismatchFactor) -> str:
         try:
@@ -126,7 +147,9 @@ class ScoringRun:
         return {factor.id: self.at_origin(factor) for factor in self._factors if role in factor.switch.roles}
 
     def _binding(self, role: PolicyRole, choices: Mapping[str, Value]) -> Binding:
-        return Binding(role=role, choices=choices, parameters={factor: self._parameters[factor] for factor in choices})
+        return Binding(
+            role=role, choices=choices, parameters={factor: self._parameters.get(factor, {}) for factor in choices}
+        )
 
 
 def _parameters(case: Candidate, registry: Registry, shape: ModelShape) -> Mapping[str, object]:

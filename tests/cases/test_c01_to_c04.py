@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from mismatch_hooks.schema.enums import Arm, Diagnosis, Origin, PolicyRole
+from mismatch_hooks.schema.enums import Arm, Diagnosis, ExecutionPath, Origin, PolicyRole
 from mismatch_hooks.schema.verdict import Verdict
 from tests.ablating import ablate_tiny
 from tests.planted_faults import (
@@ -109,7 +109,8 @@ def test_C04_control_a_head_in_bf16_on_both_sides_is_no_cause(llama_engines: Tin
 
 def _heads(tiny: TinyEngines) -> Verdict:
     with native_is_reference(tiny, leave=["logprob.head_dtype"]):
-        (verdict,) = ablate_tiny(tiny, ["logprob.head_dtype"], Origin.ALIGNED).verdicts
+        verdict, *_ = ablate_tiny(tiny, ["logprob.head_dtype"], Origin.ALIGNED).verdicts
+    assert verdict.path is ExecutionPath.ROLLOUT_FULL_PREFILL
     return verdict
 
 

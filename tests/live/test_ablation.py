@@ -91,11 +91,16 @@ def test_from_aligned_the_factor_is_given_back_to_native(
     (verdict,) = result.verdicts
     assert verdict.diagnosis is expected
     assert all(gate.ok for gate in verdict.gates)
-    # The live values are native, so the bridge to them is a native pass of its own; it closes here.
-    assert sorted(result.paths) == ["cross_framework", "decode_against_prefill", "live_against_prefill"]
-    assert result.paths["live_against_prefill"]["bitwise_fraction"] == 1.0
-    # The aligned pass and the native one of each role, the aligned one again as the proof; the bridge; the decode.
-    assert (result.passes, verdict.passes) == (8, 4)
+    # The live values are native, so the bridge to them is a native pass a side; it closes here.
+    assert sorted(result.paths) == [
+        "cross_framework",
+        "decode_against_prefill",
+        "live_against_prefill",
+        "training_rescore",
+    ]
+    assert all(result.paths[term]["bitwise_fraction"] == 1.0 for term in ("live_against_prefill", "training_rescore"))
+    # The aligned pass and the native one of each role, the aligned one again as the proof; two bridges; the decode.
+    assert (result.passes, verdict.passes) == (9, 4)
 
 
 def test_the_two_terms_of_the_difference_are_reported_apart_and_add_up() -> None:

@@ -88,7 +88,9 @@ def test_from_aligned_both_engines_are_equal_to_the_bit_and_each_operator_is_tol
     }
     result = ablate_tiny(tiny, list(expected), Origin.ALIGNED)
     floor = {name: figures["bitwise_fraction"] for name, figures in result.paths.items()}
-    assert floor == dict.fromkeys(("cross_framework", "decode_against_prefill", "live_against_prefill"), 1.0)
+    assert floor == dict.fromkeys(
+        ("cross_framework", "decode_against_prefill", "live_against_prefill", "training_rescore"), 1.0
+    )
     found = {verdict.factor: verdict.diagnosis for verdict in result.verdicts}
     assert found == {factor: expected[factor] for factor in found}
     assert len(found) == (6 if tiny.shape.qk_norm else 5)

@@ -294,10 +294,9 @@ def _parallel(model: Any, runner: Any, config: Any) -> Settings:
     }
     tensor = parallel_state.get_tp_group()
     # Beside the process group a device communicator may bring an all-reduce of its own (shared memory, custom kernels).
-    communicator = type(tensor.device_communicator).__name__ if tensor.device_communicator is not None else "none"
-    settings["parallel.tensor.backend"] = _live(
-        f"{torch.distributed.get_backend(tensor.device_group)}, {communicator}", "get_tp_group()"
-    )
+    own = tensor.device_communicator
+    backends = [torch.distributed.get_backend(tensor.device_group), *([type(own).__name__] if own is not None else [])]
+    settings["parallel.tensor.backend"] = _live(", ".join(backends), "get_tp_group()")
     passes = config.compilation_config.pass_config
     settings["parallel.sequence"] = Reading(
         effective=bool(getattr(passes, "enable_sp", False)),

@@ -7,6 +7,7 @@ from mismatch_hooks.schema.freeze import SchemaError
 from mismatch_hooks.schema.shape import ModelShape
 from mismatch_hooks.schema.trace import PropagationEdge
 
+_SAME_ROWS = "the same rows to the bit with every operator on its reference"
 _TRACED = "tests/cases/test_c31.py::test_C31_an_aligned_run_has_no_difference_in_any_layer"
 
 
@@ -26,8 +27,8 @@ class ModuleCorrespondence:
     semantic: str
     training_module: str
     rollout_module: str
-    equivalence: str = "the same rows to the bit with every operator on its reference"
-    verified_by: str = _TRACED
+    equivalence: str
+    verified_by: str
 
     def __post_init__(self) -> None:
         if not self.equivalence or "::test_" not in self.verified_by:
@@ -69,7 +70,13 @@ def correspondences(shape: ModelShape) -> tuple[ModuleCorrespondence, ...]:
         ]
     rows += _AFTER_LAYERS
     return tuple(
-        ModuleCorrespondence(semantic=semantic, training_module=training, rollout_module=rollout)
+        ModuleCorrespondence(
+            semantic=semantic,
+            training_module=training,
+            rollout_module=rollout,
+            equivalence=_SAME_ROWS,
+            verified_by=_TRACED,
+        )
         for semantic, training, rollout in rows
     )
 

@@ -172,6 +172,12 @@ def test_correction_10_a_proven_equivalence_suppresses_what_it_matches_and_nothi
     proof = KnownEquivalence(path="layout", values={ROLLOUT: "a", TRAINING: "b"}, verified_by="tests/x.py::test_y")
     assert [one.path for one in compare_contracts(rollout, training, rules)] == ["extra.epsilon", "layout", "precision"]
     assert [one.path for one in compare_contracts(rollout, training, rules, [proof])] == ["extra.epsilon", "precision"]
+    zero = replace(proof, path="extra.epsilon", values={ROLLOUT: 0.0, TRAINING: 1})
+    for left, right in ((-0.0, 1), (0.0, True), (False, 1)):  # equal to what was proven, and something else
+        found = compare_contracts(
+            replace(rollout, extra={"epsilon": left}), replace(training, extra={"epsilon": right}), rules, [zero]
+        )
+        assert "extra.epsilon" in [one.path for one in found]
     other = replace(proof, values={ROLLOUT: "b", TRAINING: "a"})
     assert len(compare_contracts(rollout, training, rules, [other])) == 3
     with pytest.raises(SchemaError, match="name the test that proves it"):

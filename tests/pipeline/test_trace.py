@@ -89,4 +89,6 @@ def test_each_claimed_equivalence_names_a_test_that_exists() -> None:
         path, _, name = row.verified_by.partition("::")
         assert f"def {name}(" in (Path(__file__).parents[2] / path).read_text(encoding="utf-8")
     with pytest.raises(SchemaError, match="accepts the node id of the test that proves the equivalence"):
-        ModuleCorrespondence(semantic="head", training_module="a", rollout_module="b", verified_by="trust me")
+        ModuleCorrespondence(
+            semantic="head", training_module="a", rollout_module="b", equivalence="same", verified_by="trust me"
+        )

@@ -64,6 +64,7 @@ def ablate_tiny(
     sequences: Sequence[ScoringSequence] = SEQUENCES,
     live: Live | None = None,
     pitfalls: Sequence[str] = (),
+    differing_since: int | None = None,
 ) -> AblationResult:
     """Ablate ``sequences`` with the captured ``live`` values, which are computed where they are not given."""
     rows: Live = live or live_values(tiny, sequences)
@@ -74,6 +75,7 @@ def ablate_tiny(
         epsilon_low=0.2,
         epsilon_high=0.2,
         weights={role: engine.weights_digest() for role, engine in tiny.engines.items()},
+        differing_since=differing_since,
     )
     return ablate(
         make_plan(factors, load_registry(), tiny.engines, tiny.shape, origin),

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mismatch_hooks.live.registry import load_registry
 from mismatch_hooks.references.linear import linear
 from mismatch_hooks.schema.enums import Choice, PolicyRole, SwitchStatus
 from mismatch_hooks.schema.score import Binding, Score, ScoringSequence
+from tests.planted_faults import operators
 from tests.tiny_engines import TinyEngines, recorded
 
 pytestmark = pytest.mark.engine
@@ -114,12 +114,7 @@ def test_gradients_flow_through_trainings_bound_head_to_the_weight_it_was_given(
 
 def _aligned_but(engines: TinyEngines, role: PolicyRole, *native: str) -> list[tuple[float, ...]]:
     """One side's log-probs with every factor on its reference except those named."""
-    factors = [
-        factor.id
-        for factor in load_registry().factors.values()
-        if factor.references and factor.needs_adapter and factor.id not in native
-        if set(factor.prerequisites.model_traits) <= set(engines.shape.traits)
-    ]
+    factors = [factor for factor in operators(engines.shape) if factor not in native]
     binding: Any = engines.reference(role, *factors)
     assert isinstance(binding, Binding)
     with engines.engines[role].bind(binding):

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mismatch_hooks.live.passes import CapturedBatch, ScoringRun, Watched
+from mismatch_hooks.live.passes import CONVENTION, CapturedBatch, ScoringRun, Watched
 from mismatch_hooks.live.registry import Registry
 from mismatch_hooks.live.temperature_fit import temperature_sentences
 from mismatch_hooks.pipeline.bind import BindingError
@@ -127,14 +127,17 @@ def ablate(
         at_origin = {role: watched.score for role, watched in before.items()}
         native = {role: run.native(role) for role in _ROLES} if plan.origin is Origin.ALIGNED else at_origin
         paths = _paths(at_origin, decoded, native, batch, plan.origin)
-        pitfalls = (*pitfalls, *_temperatures(run, paths))
+        temperatures = _temperatures(run, paths)
         for case, path in _cases(plan, paths, decoded):
             begun = time.perf_counter()
             if slowest and case.factor.passes and begun - started + slowest + proof_s > budget_s:
                 not_reached.append(case.factor.id if path is _PREFILL else case.factor.id + WHILE_DECODING)
                 continue
             first = before if decoded is None or path is not _DECODE else {**before, PolicyRole.ROLLOUT: decoded}
-            verdicts.append(_judge(case, run, first, noise_floor, pitfalls, notes, fingerprint, plan.origin, path))
+            # A temperature on one side blocks every factor but the one that measures just that.
+            traps, said = ((), temperatures) if case.factor.id == CONVENTION else (temperatures, ())
+            told = (*pitfalls, *traps), (*notes, *said)
+            verdicts.append(_judge(case, run, first, noise_floor, *told, fingerprint, plan.origin, path))
             if case.factor.passes:
                 slowest = max(slowest, time.perf_counter() - begun)
     finally:

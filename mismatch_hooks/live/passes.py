@@ -23,7 +23,7 @@ from mismatch_hooks.schema.score import Binding, Score, ScoringSequence, SwitchS
 from mismatch_hooks.schema.shape import ModelShape
 
 # The built-in sweep whose value "processed" divides each row's logits by its temperature.
-_CONVENTION = "logprob.convention"
+CONVENTION = "logprob.convention"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,14 +122,14 @@ class ScoringRun:
     @property
     def can_divide(self) -> bool:
         """Whether the trainer can be made to score with its logits divided by a temperature."""
-        factor = self._registry.factors.get(_CONVENTION)
+        factor = self._registry.factors.get(CONVENTION)
         capabilities = self._engines[PolicyRole.TRAINING].capabilities
         return factor is not None and capabilities.get(factor.switch.path) is RebindCost.PER_REQUEST
 
     def divided(self, temperature: float) -> Score:
         """Score on the native trainer with its logits divided by ``temperature``; only where ``can_divide``."""
         role = PolicyRole.TRAINING
-        choices: dict[str, Value] = {**dict.fromkeys(self._at_origin(role), Choice.NATIVE), _CONVENTION: "processed"}
+        choices: dict[str, Value] = {**dict.fromkeys(self._at_origin(role), Choice.NATIVE), CONVENTION: "processed"}
         sequences = [replace(sequence, temperature=temperature) for sequence in self.batch.sequences]
         with self._engines[role].bind(self._binding(role, choices)):
             self.passes += 1

@@ -48,12 +48,16 @@ def fit_temperature(
     from scipy.optimize import minimize_scalar
 
     def left(logarithm: float) -> float:
-        state = measure(*from_lists(score_at(math.exp(logarithm)), captured, masks), epsilon_low=0.2, epsilon_high=0.2)
-        return float(state.finalize()["dlogp_mean"])
+        return _distance(score_at(math.exp(logarithm)), captured, masks)
 
     bounds = (math.log(_LOWEST), math.log(_HIGHEST))
     found = minimize_scalar(left, bounds=bounds, method="bounded", options={"xatol": _PRECISION / 4})
     return TemperatureFit(temperature=math.exp(float(found.x)), left=float(found.fun))
+
+
+def _distance(scored: Rows, captured: Rows, masks: Sequence[Sequence[bool]]) -> float:
+    state = measure(*from_lists(scored, captured, masks), epsilon_low=0.2, epsilon_high=0.2)
+    return float(state.finalize()["dlogp_mean"])
 
 
 def temperature_sentences(
@@ -65,8 +69,8 @@ def temperature_sentences(
     """Return a sentence for each side whose captured log-probs are explained by a temperature other than 1.
 
     Args:
-        paths: comparisons of the captured values with a re-score: ``training_rescore``, and for rollout
-            ``live_against_prefill`` or ``decode_against_prefill``.
+        paths: comparisons of the captured values with a re-score (``training_rescore``, and for rollout
+            ``live_against_prefill`` or ``decode_against_prefill``) and of both sides (``cross_framework``).
         captured: what each side gave in the live run.
         masks: True on tokens that count.
         score_at: see ``fit_temperature``; None where the trainer cannot be asked.
@@ -74,12 +78,15 @@ def temperature_sentences(
     if score_at is None:
         return ()
     terms = {
-        PolicyRole.TRAINING: ("training_rescore",),
+        # A loop's own scoring function repeats the loop's division, and then only the other framework shows it.
+        PolicyRole.TRAINING: ("training_rescore", "cross_framework"),
         PolicyRole.ROLLOUT: ("live_against_prefill", "live_against_decode", "decode_against_prefill"),
     }
     sentences = []
     for role, names in terms.items():
         size = max((paths[name]["dlogp_mean"] for name in names if name in paths), default=0.0)
+        if size > OPEN and role is PolicyRole.TRAINING:  # against the logits as they are, whatever the loop scores with
+            size = _distance(score_at(1.0), captured[role], masks)
         if not size > OPEN:
             continue
         fit = fit_temperature(score_at, captured[role], masks)

@@ -11,6 +11,7 @@ from mismatch_hooks.integrations.megatron import MegatronBackend
 from mismatch_hooks.live.ablation import AblationResult
 from mismatch_hooks.schema.enums import Diagnosis, GateName, Origin, PolicyRole
 from tests.ablating import SEQUENCES, ablate_tiny
+from tests.planted_faults import native_is_reference, rollout_norm_epsilon
 from tests.tiny_engines import TinyEngines
 
 pytestmark = pytest.mark.engine
@@ -71,7 +72,10 @@ def test_C08_control_without_a_temperature_nothing_is_fitted(llama_engines: Tiny
     assert result.passes == 2 + 2 + 1 + 2
 
 
-def test_C08_a_loops_own_function_that_divides_is_its_convention_and_needs_no_fit(llama_engines: TinyEngines) -> None:
+@pytest.mark.parametrize("origin", Origin)
+def test_C08c_a_loop_that_divides_in_its_own_scoring_function_is_named_too(
+    origin: Origin, llama_engines: TinyEngines
+) -> None:
     def own(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
         mask = torch.ones(1, 1, input_ids.shape[1], input_ids.shape[1], dtype=torch.bool).triu(1)
         logits = model(input_ids, torch.arange(input_ids.shape[1]).expand_as(input_ids), mask)[:, :-1].float() / 0.7
@@ -84,7 +88,18 @@ def test_C08_a_loops_own_function_that_divides_is_its_convention_and_needs_no_fi
         ROLLOUT: divided(llama_engines, 1.0),
         TRAINING: divided(llama_engines, 0.7),
     }
-    result = ablate_tiny(engines, ["norm.rmsnorm"], live=live)
-    # The scoring forward divides as the loop does, so the bridge is closed; the guards read the setting.
+    result = ablate_tiny(engines, ["norm.rmsnorm"], origin, live=live)
+    # The scoring forward divides as the loop does, so a re-score shows nothing.
     assert result.paths["training_rescore"]["dlogp_mean"] < 0.1
+    reason = blocked(result)
+    assert reason.startswith("The log-probs that training gave in the live run are not those of the logits as they are")
+    assert "a temperature of 0.70 ± 0.02 fits best" in reason
+
+
+def test_C08_control_a_wrong_operator_on_rollout_is_no_temperature(llama_engines: TinyEngines) -> None:
+    faults = {("norm.rmsnorm", ROLLOUT): rollout_norm_epsilon(1.0)}
+    with native_is_reference(llama_engines, faults):
+        result = ablate_tiny(llama_engines, ["norm.rmsnorm"])
+    assert result.paths["cross_framework"]["dlogp_mean"] > 0.1
     assert blocked(result) == ""
+    assert result.verdicts[0].diagnosis is Diagnosis.CAUSED_BY_ROLLOUT_SIDE

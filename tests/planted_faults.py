@@ -195,6 +195,19 @@ def rollout_norm_epsilon(epsilon: float, *, rows: int | None = None) -> Fault:
     return fault
 
 
+def training_logprobs_at(temperature: float) -> Callable[[Any, Tensor], Tensor]:
+    """A loop's own scoring function, hard-wired to a temperature: ``(model, input_ids) -> [batch, sequence - 1]``."""
+
+    def own(model: Any, input_ids: Tensor) -> Tensor:
+        positions = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+        mask = torch.ones(1, 1, input_ids.shape[1], input_ids.shape[1], dtype=torch.bool).triu(1)
+        logits = model(input_ids, positions, mask)[:, :-1].float() / temperature
+        found: Tensor = logits.log_softmax(dim=-1).gather(2, input_ids[:, 1:, None])[..., 0]
+        return found
+
+    return own
+
+
 def _normalised(x: Tensor, epsilon: float) -> Tensor:
     wide = x.float()
     return wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)

@@ -293,9 +293,7 @@ def _parallel(model: Any, runner: Any, config: Any) -> Settings:
         for kind, (name, requested) in groups.items()
     }
     tensor = parallel_state.get_tp_group()
-    # Beside the process group a device communicator may bring an all-reduce of its own (shared memory, custom kernels).
-    own = tensor.device_communicator
-    backends = [torch.distributed.get_backend(tensor.device_group), *([type(own).__name__] if own is not None else [])]
+    backends = [torch.distributed.get_backend(tensor.device_group), *_own_transport(tensor.device_communicator)]
     settings["parallel.tensor.backend"] = _live(", ".join(backends), "get_tp_group()")
     passes = config.compilation_config.pass_config
     settings["parallel.sequence"] = Reading(
@@ -304,6 +302,21 @@ def _parallel(model: Any, runner: Any, config: Any) -> Settings:
         where="compilation_config.pass_config.enable_sp: a graph pass leaves nothing to read in the modules",
     )
     return settings
+
+
+def _own_transport(communicator: Any) -> list[str]:
+    """The part of vLLM that adds up before torch's process group is asked, if there is one: shared memory, kernels.
+
+    Which algorithm NCCL then takes is decided per message and cannot be read.
+    """
+    import torch.distributed as dist
+
+    for name in ("ca_comm", "qr_comm", "symm_mem_comm", "pynccl_comm"):  # as CudaCommunicator keeps them, in order
+        transport = getattr(communicator, name, None)
+        if transport is not None and not getattr(transport, "disabled", False):
+            return [type(transport).__name__]
+    transport = getattr(communicator, "dist_module", dist)  # CpuCommunicator
+    return [] if transport is dist else [type(transport).__name__]
 
 
 def _engine(model: Any, runner: Any, config: Any) -> Settings:

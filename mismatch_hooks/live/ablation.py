@@ -240,8 +240,8 @@ def _passes(
     watched = {
         (role, run.at_origin(factor) if role in factor.switch.roles else Choice.NATIVE): before[role] for role in _ROLES
     }
-    if path is _DECODE:  # training has one path, and its passes are there from the factor's prefill
-        watched |= {key: one for key, one in run.seen[factor.id].items() if key[0] is PolicyRole.TRAINING}
+    if path is _DECODE:  # training has one path, and its passes may be there from the factor's prefill
+        watched |= {key: one for key, one in run.seen.get(factor.id, {}).items() if key[0] is PolicyRole.TRAINING}
     for bound in factor.arms.values():
         for role, value in bound.items():
             if (role, value) not in watched:

@@ -20,6 +20,8 @@ OPEN = 0.1
 # A temperature explains a difference that it removes all but a fifth of.
 _EXPLAINED = 0.2
 _LOWEST, _HIGHEST, _PRECISION = 0.2, 4.0, 0.02
+# A search is not held to the time budget, so it is held to this: verdicts beside a temperature would be worth nothing.
+_MOST_PASSES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +53,8 @@ def fit_temperature(
         return _distance(score_at(math.exp(logarithm)), captured, masks)
 
     bounds = (math.log(_LOWEST), math.log(_HIGHEST))
-    found = minimize_scalar(left, bounds=bounds, method="bounded", options={"xatol": _PRECISION / 4})
+    options = {"xatol": _PRECISION / 4, "maxiter": _MOST_PASSES}
+    found = minimize_scalar(left, bounds=bounds, method="bounded", options=options)
     return TemperatureFit(temperature=math.exp(float(found.x)), left=float(found.fun))
 
 

@@ -55,28 +55,6 @@ def sites(factor: str, role: PolicyRole, model: Any, parameters: Mapping[str, ob
     return found
 
 
-def implementation(role: PolicyRole, model: Any) -> str:
-    """Return what adds up over the ranks of a live model: torch's backend of the group, or vLLM's own transport.
-
-    ``"gloo"`` and ``"nccl"`` are torch's; a class name is the part of vLLM that is asked first. Which algorithm NCCL
-    then takes is decided per message and cannot be read.
-    """
-    import torch.distributed as dist
-
-    if role is PolicyRole.TRAINING:
-        return str(dist.get_backend(model.pg_collection.tp))
-    from vllm.distributed import get_tp_group
-
-    group = get_tp_group()
-    communicator = group.device_communicator
-    for name in ("ca_comm", "qr_comm", "symm_mem_comm", "pynccl_comm"):  # as CudaCommunicator keeps them
-        transport = getattr(communicator, name, None)
-        if transport is not None and not getattr(transport, "disabled", False):
-            return type(transport).__name__
-    transport = getattr(communicator, "dist_module", dist)
-    return str(dist.get_backend(group.device_group)) if transport is dist else type(transport).__name__
-
-
 def _require_all_reduce(role: PolicyRole, name: str, linear: Any) -> None:
     if role is PolicyRole.ROLLOUT:
         from vllm.model_executor.layers.linear import RowParallelLinear as Expected

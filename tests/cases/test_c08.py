@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from mismatch_hooks.integrations.megatron import MegatronBackend
 from mismatch_hooks.live.ablation import AblationResult
 from mismatch_hooks.schema.enums import Diagnosis, GateName, Origin, PolicyRole
 from tests.ablating import SEQUENCES, ablate_tiny
-from tests.planted_faults import native_is_reference, rollout_norm_epsilon
+from tests.planted_faults import native_is_reference, rollout_norm_epsilon, training_logprobs_at
 from tests.tiny_engines import TinyEngines
 
 pytestmark = pytest.mark.engine
@@ -20,15 +19,13 @@ Rows = list[list[float]]
 
 
 def divided(tiny: TinyEngines, temperature: float) -> Rows:
-    """What the trainer's logits give at a temperature, computed here and not by the library."""
+    """What the trainer's logits give at a temperature, one sequence at a time and not by the library."""
+    own = training_logprobs_at(temperature)
     rows: Rows = []
     for one in SEQUENCES:
-        ids = torch.tensor([[*one.prompt_token_ids, *one.response_token_ids]])
-        mask = torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
         with torch.no_grad():
-            logits = tiny.models[TRAINING](ids, torch.arange(ids.shape[1])[None], mask)[0, :-1].float() / temperature
-        scores = logits.log_softmax(dim=-1).gather(1, ids[0, 1:, None])[:, 0]
-        rows.append(scores[len(one.prompt_token_ids) - 1 :].tolist())
+            scores = own(tiny.models[TRAINING], torch.tensor([[*one.prompt_token_ids, *one.response_token_ids]]))
+        rows.append(scores[0, len(one.prompt_token_ids) - 1 :].tolist())
     return rows
 
 
@@ -76,12 +73,7 @@ def test_C08_control_without_a_temperature_nothing_is_fitted(llama_engines: Tiny
 def test_C08c_a_loop_that_divides_in_its_own_scoring_function_is_named_too(
     origin: Origin, llama_engines: TinyEngines
 ) -> None:
-    def own(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
-        mask = torch.ones(1, 1, input_ids.shape[1], input_ids.shape[1], dtype=torch.bool).triu(1)
-        logits = model(input_ids, torch.arange(input_ids.shape[1]).expand_as(input_ids), mask)[:, :-1].float() / 0.7
-        found: torch.Tensor = logits.log_softmax(dim=-1).gather(2, input_ids[:, 1:, None])[..., 0]
-        return found
-
+    own = training_logprobs_at(0.7)
     trainer = MegatronBackend(llama_engines.models[TRAINING], shape=llama_engines.shape, token_logprobs=own)
     engines = replace(llama_engines, engines={**llama_engines.engines, TRAINING: trainer})
     live: dict[PolicyRole, Sequence[Sequence[float]]] = {

@@ -9,9 +9,18 @@ from mismatch_hooks.live.passes import CapturedBatch
 from mismatch_hooks.live.registry import load_registry
 from mismatch_hooks.pipeline.bind import BindingError
 from mismatch_hooks.pipeline.plan import plan
-from mismatch_hooks.schema.enums import Choice, Diagnosis, NoiseFloor, Origin, PlanOutcome, PolicyRole
+from mismatch_hooks.schema.enums import (
+    Choice,
+    Diagnosis,
+    ExecutionPath,
+    NoiseFloor,
+    Origin,
+    PlanOutcome,
+    PolicyRole,
+    Value,
+)
 from mismatch_hooks.schema.plan import Candidate
-from mismatch_hooks.schema.score import Binding, ScoringSequence, SwitchState, WeightsDigest
+from mismatch_hooks.schema.score import Binding, Score, ScoringSequence, SwitchState, WeightsDigest
 from tests.fake_engines import FACTOR, FakeEngine
 from tests.live.test_hooks import SHAPE
 
@@ -149,6 +158,32 @@ def test_the_next_plan_starts_with_what_was_not_reached() -> None:
     made = plan([_candidate(name) for name in (FACTOR, "rollout.batch_size", "weights.sync")], origin=Origin.NATIVE)
     again = made.starting_with(("weights.sync",))
     assert [case.factor.id for case in again.cases] == ["weights.sync", FACTOR, "rollout.batch_size"]
+
+
+def test_a_binding_that_fails_late_by_prefill_costs_its_decode_nothing() -> None:
+    class Late(FakeEngine):
+        """Sampled otherwise than it scores, so that decode is examined; refuses its first native pass from aligned."""
+
+        calls = 0
+
+        def logprobs(self, sequence: ScoringSequence, choice: Value) -> list[float]:
+            self.calls += 1
+            live = 1e-3 if self.side is ROLLOUT and self.calls <= len(SEQUENCES) else 0.0
+            return [value + live for value in super().logprobs(sequence, choice)]
+
+        def score(self, *args: Any, **options: Any) -> Score:
+            native = self.bound is not None and self.bound.choices.get(FACTOR) is Choice.NATIVE
+            if native and self.side is ROLLOUT and self.passes == 3 and "late" not in self.fail:
+                self.fail["late"] = BindingError("the graph was captured.")
+                raise self.fail["late"]
+            return super().score(*args, **options)
+
+    result = _ablate((Late(side=ROLLOUT), Late(side=TRAINING)), FACTOR, origin=Origin.ALIGNED)
+    found = [(verdict.path, verdict.diagnosis) for verdict in result.verdicts]
+    assert found == [
+        (ExecutionPath.ROLLOUT_FULL_PREFILL, Diagnosis.VARIANT_DID_NOT_APPLY),
+        (ExecutionPath.ROLLOUT_DECODE, Diagnosis.NOT_THIS_FACTOR),
+    ]
 
 
 def test_a_factor_that_does_not_fit_a_live_model_leaves_the_others_their_verdicts() -> None:

@@ -147,6 +147,7 @@ def test_a_temperature_on_one_side_is_blocked(temperature: float, mode: str, tra
     [
         pytest.param(0.7, "processed_logprobs", 0.7, id="c08 control, both at 0.7"),
         pytest.param(1.0, "processed_logprobs", 1.0, id="both at 1"),
+        pytest.param(0.0, "processed_logprobs", None, id="greedy sampling divides by nothing"),
         pytest.param(0.7, "raw_logprobs", None, id="raw log-probs carry no temperature"),
     ],
 )

@@ -18,8 +18,9 @@ _CONVENTION = FailureMode.CONVENTION_MISMATCH
 Guard = Callable[[GuardInput], list[str]]
 
 
-def _pitfall(id: str, mode: FailureMode, symptom: str, cause: str, place: GuardPlace | None = None) -> Pitfall:
-    place = place or GuardPlace.PITFALLS_CLEAR
+def _pitfall(
+    id: str, mode: FailureMode, symptom: str, cause: str, place: GuardPlace = GuardPlace.PITFALLS_CLEAR
+) -> Pitfall:
     return Pitfall(id=id, failure_mode=mode, symptom=symptom, actual_cause=cause, guard=place)
 
 

@@ -7,6 +7,7 @@ from mismatch_hooks.schema.capture import SamplingSettings
 from mismatch_hooks.schema.readback import Reading, Unobservable
 
 _REQUESTED = "requested"
+_GREEDY_BELOW = 1e-5  # as vLLM 0.32 has it
 
 
 def one_sided_temperature(found: GuardInput) -> list[str]:
@@ -19,7 +20,8 @@ def one_sided_temperature(found: GuardInput) -> list[str]:
     scale = float(divisor.effective) if isinstance(divisor, Reading) else 1.0
     settings = {(one.sampling.temperature, one.sampling.logprobs_mode) for one in found.sequences}
     for temperature, mode in sorted(settings):
-        applied = temperature if mode.startswith("processed") else 1.0
+        # Greedy sampling divides by nothing, and its processed log-probs are those of the logits as they are.
+        applied = temperature if mode.startswith("processed") and temperature >= _GREEDY_BELOW else 1.0
         if applied != scale:
             sentences.append(
                 f"Rollout sampled at temperature {temperature} and returned {mode}, those of temperature {applied}; "

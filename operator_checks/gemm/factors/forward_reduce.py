@@ -4,7 +4,6 @@ from mismatch_hooks.schema.enums import ExecutionPath, FactorCategory, PolicyRol
 from mismatch_hooks.schema.factor import (
     CallSite,
     MismatchFactor,
-    Prerequisites,
     ReferenceImplementation,
     Switch,
 )
@@ -30,7 +29,6 @@ FACTOR = MismatchFactor(
         CallSite(role=PolicyRole.TRAINING, name="decoder.layers.*.self_attention.linear_proj: all-reduce"),
         CallSite(role=PolicyRole.TRAINING, name="decoder.layers.*.mlp.linear_fc2: all-reduce"),
     ),
-    prerequisites=Prerequisites(min_device_count=2),
     pitfalls=("weights_differ",),
     recommendation=(
         "Pin the collective's algorithm and precision on the {side} side (NCCL_ALGO, and no quantised or one-shot "

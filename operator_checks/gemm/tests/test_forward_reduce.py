@@ -1,9 +1,5 @@
 """The all-reduce behind the row-parallel linears, over two trainer ranks and two vLLM workers."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +10,7 @@ from mismatch_hooks.pipeline.bind import BindingError
 from mismatch_hooks.schema.enums import Origin, PlanOutcome, PolicyRole
 from tests.tiny_engines import TinyEngines
 from tests.tiny_models import tiny_checkpoint
+from tests.two_ranks import run_two_ranks
 
 pytestmark = pytest.mark.engine
 FACTOR = "gemm.forward_reduce"
@@ -28,34 +25,15 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     root = tmp_path_factory.mktemp("ranks")
     folder = tiny_checkpoint(root, shape="llama")
     environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("NVTE_")},
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).resolve().parents[3]),
         "HF_HUB_OFFLINE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # for apply_model, which sends a function to the workers
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # two workers and two trainer ranks may have fewer cores than that
     }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(SCRIPT), str(rank), str(root / "store"), str(folder), "both"],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        done = [process.communicate(timeout=180) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, errors) in zip(processes, done, strict=True):
-        assert process.returncode == 0, errors
-    return [json.loads(output.splitlines()[-1]) for output, _ in done]
+    return run_two_ranks(
+        [str(SCRIPT)], str(root / "store"), str(folder), "both", environment=environment, timeout_s=180
+    )
 
 
 def test_the_tree_is_the_sum_of_both_ranks_parts_whichever_is_added_first(ranks: list[dict[str, Any]]) -> None:
@@ -95,7 +73,8 @@ def test_the_factor_is_judged_with_both_engines_at_two_ranks(ranks: list[dict[st
 
 def test_what_really_reduces_is_read_from_the_live_groups(ranks: list[dict[str, Any]]) -> None:
     assert [rank["implementation"] for rank in ranks] == ["gloo", "gloo"]
-    assert set(ranks[0]["rollout_implementation"]) <= {"_CPUSHMDistributed", "gloo"}
+    # vLLM adds up in shared memory where its build for the processor has that, and by gloo elsewhere.
+    assert ranks[0]["rollout_implementation"] in ("gloo", "gloo, _CPUSHMDistributed")
 
 
 def test_on_one_rank_the_plan_says_that_it_needs_other_groups(llama_engines: TinyEngines) -> None:

@@ -1,10 +1,6 @@
 """Two tensor-parallel ranks: the columns of each have the bits of one rank, and gradients are added over both."""
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mismatch_hooks.references.linear import linear
+from tests.two_ranks import run_two_ranks
 
 pytestmark = pytest.mark.engine
 
@@ -31,29 +28,10 @@ def _script() -> Any:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Tensor]]]:
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
     store = tmp_path_factory.mktemp("store") / "store"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(SCRIPT), str(rank), str(store)],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        done = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, errors) in zip(processes, done, strict=True):
-        assert process.returncode == 0, errors
+    printed = run_two_ranks([str(SCRIPT.resolve())], str(store))
     return [
-        {
-            name: {key: torch.tensor(values) for key, values in one.items()}
-            for name, one in json.loads(output.splitlines()[-1]).items()
-        }
-        for output, _ in done
+        {name: {key: torch.tensor(values) for key, values in one.items()} for name, one in rank.items()}
+        for rank in printed
     ]
 
 

@@ -6,7 +6,6 @@ argument rank 0 also builds a vLLM engine of two ranks on the same checkpoint an
 
 import json
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +78,10 @@ def main(rank: int, store: str, folder: Path, both: bool) -> None:
     model, shape = build(folder), shape_from_folder(folder)
     group = model.pg_collection.tp
     backend = MegatronBackend(model, shape=shape)
-    found: dict[str, Any] = {"reduced": reduced(model), "implementation": reduce_sites.implementation(TRAINING, model)}
+    found: dict[str, Any] = {
+        "reduced": reduced(model),
+        "implementation": backend.read_back().effective("parallel.tensor.backend"),
+    }
     held = [dict(vars(site.owner)) for site in reduce_sites.sites(FACTOR, TRAINING, model, {})]
     if rank:
         follow(backend, group)
@@ -169,16 +171,13 @@ def ablated(leader: LeadingBackend, folder: Path) -> tuple[Any, dict[str, Any]]:
         timeout_s=60.0,
     )
     (verdict,) = result.verdicts
-    transport = llm.apply_model(
-        partial(reduce_sites.implementation, PolicyRole.ROLLOUT)
-    )  # a lambda has no name to send
     return llm, {
         "gates": [(gate.name.value, gate.ok, gate.reason) for gate in verdict.gates],
         "diagnosis": verdict.diagnosis.value,
         "reason": verdict.reason,
         "tokens": verdict.tokens,
         "effects": [(effect.arm, effect.bits_changed) for effect in verdict.effects],
-        "rollout_implementation": transport,
+        "rollout_implementation": engines[PolicyRole.ROLLOUT].read_back().effective("parallel.tensor.backend"),
     }
 
 

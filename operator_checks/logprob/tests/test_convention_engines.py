@@ -4,26 +4,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from mismatch_hooks.integrations.megatron import MegatronBackend
 from mismatch_hooks.schema.enums import Diagnosis, PolicyRole
 from mismatch_hooks.schema.verdict import Verdict
 from tests.ablating import SEQUENCES, ablate_tiny
+from tests.planted_faults import training_logprobs_at
 from tests.tiny_engines import TinyEngines
 
 pytestmark = pytest.mark.engine
 TRAINING = PolicyRole.TRAINING
 SAMPLED = tuple(replace(sequence, temperature=0.7) for sequence in SEQUENCES)
-
-
-def divides(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
-    """A loop's own function, hard-wired to a temperature of 0.7."""
-    positions = torch.arange(input_ids.shape[1]).expand_as(input_ids)
-    mask = torch.ones(1, 1, input_ids.shape[1], input_ids.shape[1], dtype=torch.bool).triu(1)
-    logits = model(input_ids, positions, mask)[:, :-1].float() / 0.7
-    found: torch.Tensor = logits.log_softmax(dim=-1).gather(2, input_ids[:, 1:, None])[..., 0]
-    return found
 
 
 def judged(tiny: TinyEngines, own: Any = None) -> Verdict:
@@ -47,7 +38,7 @@ def test_a_trainer_that_divides_nothing_equals_the_raw_arm_to_the_bit(llama_engi
 def test_a_trainer_hard_wired_to_a_temperature_equals_the_processed_arm_and_raw_lowers_the_mismatch(
     llama_engines: TinyEngines,
 ) -> None:
-    verdict = judged(llama_engines, divides)
+    verdict = judged(llama_engines, training_logprobs_at(0.7))
     assert bits_changed(verdict)["training=processed"] == 0
     means = {arm.arm: arm.metrics["dlogp_mean"] for arm in verdict.arms}
     assert means["training=raw"] < 0.2 * means["native"]

@@ -4,16 +4,13 @@ The chain: what the live head returns is the pure function of what went into it,
 tied; that function gives a row the same bits in any batch (``tests/references/test_linear.py``).
 """
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from mismatch_hooks.references.linear import linear
 from mismatch_hooks.schema.enums import Choice, PolicyRole, SwitchStatus
-from mismatch_hooks.schema.score import Binding, Score, ScoringSequence
-from tests.planted_faults import operators
+from mismatch_hooks.schema.score import Score, ScoringSequence
 from tests.tiny_engines import TinyEngines, recorded
 
 pytestmark = pytest.mark.engine
@@ -107,36 +104,6 @@ def test_gradients_flow_through_trainings_bound_head_to_the_weight_it_was_given(
     # Two roundings of bf16 apart where a value is of the size of the largest, which is all that bf16 promises of a sum.
     assert bool((bound != 0).any())
     assert bool(((native - bound).abs() <= 2.0**-5 * native.abs().max()).all())
-
-
-# ---- C04 ----------------------------------------------------------------------------------------------------------
-
-
-def _aligned_but(engines: TinyEngines, role: PolicyRole, *native: str) -> list[tuple[float, ...]]:
-    """One side's log-probs with every factor on its reference except those named."""
-    factors = [factor for factor in operators(engines.shape) if factor not in native]
-    binding: Any = engines.reference(role, *factors)
-    assert isinstance(binding, Binding)
-    with engines.engines[role].bind(binding):
-        return _logprobs(engines.engines[role].score(BATCH))
-
-
-def test_C04_a_head_in_fp32_on_rollout_alone_leaves_training_guilty(fp32_head_engines: TinyEngines) -> None:
-    """vLLM's own fp32 head has the reference's bits from four rows on, so at a bitwise floor only training departs."""
-    native = {role: _aligned_but(fp32_head_engines, role, HEAD) for role in PolicyRole}
-    aligned = {role: _aligned_but(fp32_head_engines, role) for role in PolicyRole}
-    assert aligned[TRAINING] == aligned[ROLLOUT]  # both_reference is on the floor
-    assert native[ROLLOUT] == aligned[TRAINING]  # training_reference_only too
-    assert native[TRAINING] != aligned[ROLLOUT]  # rollout_reference_only is above it
-    assert native[TRAINING] != native[ROLLOUT]  # and so is both_native
-
-
-def test_C04_control_a_head_in_bf16_on_both_sides_is_no_cause(engines: TinyEngines) -> None:
-    native = {role: _aligned_but(engines, role, HEAD) for role in PolicyRole}
-    aligned = {role: _aligned_but(engines, role) for role in PolicyRole}
-    assert aligned[TRAINING] == aligned[ROLLOUT]
-    assert native[TRAINING] == native[ROLLOUT]
-    assert native[TRAINING] != aligned[TRAINING]  # both depart from the reference, alike
 
 
 def test_C04_vllms_own_fp32_head_has_other_bits_below_four_rows(fp32_head_engines: TinyEngines) -> None:

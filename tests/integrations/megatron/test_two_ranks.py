@@ -1,10 +1,5 @@
 """Two tensor-parallel ranks over gloo give one complete score, evidence of each rank, and the numbers of one rank."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,35 +7,15 @@ import pytest
 from mismatch_hooks.integrations.megatron import MegatronBackend
 from mismatch_hooks.schema.freeze import thaw
 from tests.integrations.megatron.tiny_gpt import LLAMA, build_model, sequences
+from tests.two_ranks import run_two_ranks
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("megatron")]
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     store = tmp_path_factory.mktemp("store") / "store"
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("NVTE_")}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.integrations.megatron.two_ranks", str(rank), str(store)],
-            cwd=ROOT,
-            env=environment | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        done = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, errors) in zip(processes, done, strict=True):
-        assert process.returncode == 0, errors
-    return [json.loads(output.splitlines()[-1]) for output, _ in done]
+    return run_two_ranks(["-m", "tests.integrations.megatron.two_ranks"], str(store))
 
 
 def logprobs_of(score: dict[str, Any]) -> list[float]:

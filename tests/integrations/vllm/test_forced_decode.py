@@ -1,14 +1,13 @@
 """Scoring by forced decode, on live engines: the bits of the live rollout again, and what it leaves behind.
 
 The chain: forced decode = what the engine handed out while sampling (to the bit, here), and on a healthy tiny model
-prefill = forced decode (to the bit, C07's control); so what separates the two in C07 is the planted fault alone.
+prefill = forced decode (to the bit); so what separates the two in ``tests/cases/test_c07.py`` is the planted fault.
 """
 
 import dataclasses
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,14 +18,12 @@ import torch
 
 from mismatch_hooks.integrations.vllm import FORCED_DECODE, VllmBackend
 from mismatch_hooks.integrations.vllm.backend import ScoringError, ScoringTimeout
-from mismatch_hooks.pipeline.metrics import from_lists, measure
 from mismatch_hooks.schema.backend import ScoringBackend
 from mismatch_hooks.schema.capture import RolloutSequence
 from mismatch_hooks.schema.enums import Choice, ExecutionPath, PolicyRole, RebindCost, SwitchStatus
 from mismatch_hooks.schema.score import Binding, ScoringSequence
 from tests.integrations.vllm.conftest import build
 from tests.integrations.vllm.planted_factors import registry
-from tests.tiny_engines import TinyEngines
 
 pytestmark = pytest.mark.engine
 
@@ -338,48 +335,3 @@ def test_the_second_model_runner_loads_the_class_and_forces_by_the_length_of_a_s
     assert written([1, 4], [3, 6]) == {}  # a prompt in pieces; a step past the end
     processor.add_request(1, SamplingParams())  # the slot goes to another request
     assert written([1, 3], [4, 6]) == {}
-
-
-@contextmanager
-def epsilon_of_one_row(model: Any, epsilon: float) -> Iterator[None]:
-    """Plant C07's fault: every norm uses ``epsilon`` when it gets exactly one row, and the right one otherwise."""
-
-    def planted(norm: Any, right: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(rows: Any, residual: Any = None) -> Any:
-            norm.variance_epsilon = epsilon if rows.shape[0] == 1 else held
-            try:
-                return right(rows, residual)
-            finally:
-                norm.variance_epsilon = held
-
-        held = norm.variance_epsilon
-        return forward
-
-    norms = [module for module in model.modules() if hasattr(module, "variance_epsilon")]
-    with pytest.MonkeyPatch.context() as patch:
-        for norm in norms:
-            patch.setattr(norm, "_forward_method", planted(norm, norm._forward_method))
-        yield
-
-
-def difference(minuend: Logprobs, subtrahend: Logprobs) -> dict[str, float]:
-    return dict(measure(*from_lists(minuend, subtrahend), epsilon_low=0.2, epsilon_high=0.2).finalize())
-
-
-def test_C07_decode_and_prefill_disagree_inside_the_rollout_engine(llama_engines: TinyEngines) -> None:
-    """The floor of the decode/prefill term is 0 on every token: that is what the healthy engine gives here."""
-    rollout, training = llama_engines.engines[PolicyRole.ROLLOUT], llama_engines.engines[PolicyRole.TRAINING]
-    assert isinstance(rollout, VllmBackend)
-    with epsilon_of_one_row(llama_engines.models[PolicyRole.ROLLOUT], 1e-3):
-        captured = sample(rollout, prompts=(9,), responses=(24,))
-        batch = scored(captured)
-        decode, prefill = logprobs(rollout, batch), logprobs(rollout, batch, PREFILL)
-    healthy = logprobs(rollout, batch, PREFILL)
-    trained = logprobs(training, batch, None)
-
-    assert logprobs(rollout, batch) == healthy
-    assert decode == [found.rollout_logprobs for found in captured]
-    assert prefill[0][0] == decode[0][0]  # it comes from the prefill of nine rows
-    inside, across = difference(prefill, decode), difference(trained, prefill)
-    assert (inside["bitwise_fraction"], inside["clipped"] > 0) == (1 / 24, True)
-    assert (prefill == healthy, across["clipped"]) == (True, 0)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from mismatch_hooks.live.ablation import AblationResult, ablate
+from mismatch_hooks.live.execution import execution_of
 from mismatch_hooks.live.passes import CapturedBatch
 from mismatch_hooks.live.planning import make_plan
 from mismatch_hooks.live.registry import load_registry
@@ -77,6 +78,13 @@ def ablate_tiny(
         weights={role: engine.weights_digest() for role, engine in tiny.engines.items()},
         differing_since=differing_since,
     )
+    execution = execution_of(
+        sequences,
+        {role: engine.read_back() for role, engine in tiny.engines.items()},
+        batch.weights,
+        shape=tiny.shape,
+        origin=origin,
+    )
     return ablate(
         make_plan(factors, load_registry(), tiny.engines, tiny.shape, origin),
         batch,
@@ -85,6 +93,6 @@ def ablate_tiny(
         shape=tiny.shape,
         noise_floor=NoiseFloor.PRODUCTION,
         pitfalls=pitfalls,
-        fingerprint="f",
+        execution=execution,
         timeout_s=60.0,
     )

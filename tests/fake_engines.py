@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from mismatch_hooks.schema.enums import Choice, ExecutionPath, PolicyRole, RebindCost, SwitchStatus, Value
-from mismatch_hooks.schema.readback import Readback
+from mismatch_hooks.schema.enums import Choice, ExecutionPath, PolicyRole, RebindCost, Source, SwitchStatus, Value
+from mismatch_hooks.schema.readback import Readback, Reading, Unobservable
 from mismatch_hooks.schema.score import (
     Binding,
     CallCount,
@@ -25,6 +26,12 @@ _SITES = {
     PolicyRole.ROLLOUT: "model.layers.*.self_attn.rotary_emb",
     PolicyRole.TRAINING: "decoder.layers.*.self_attention: apply_rotary_pos_emb",
 }
+_SETTINGS = {
+    "library.fake": "1.0",
+    "model.dtype": "bfloat16",
+    "model.rope.theta": 1e4,
+    "model.rope.inverse_frequency_last": 1e-4,
+}
 
 
 @dataclass(slots=True)
@@ -41,6 +48,8 @@ class FakeEngine:
         leaks: what the other role's binding does here: reads REFERENCE although nobody bound this side.
         drifts: every pass adds a little: not deterministic, or not restored.
         shards: replaces the shards of every pass.
+        settings: what is read back, plain values or ``Unobservable``.
+        environment_error: what every token is off by while a binding holds environment variables.
     """
 
     side: PolicyRole
@@ -53,6 +62,8 @@ class FakeEngine:
     drifts: bool = False
     shards: Callable[[LogprobShard], tuple[LogprobShard, ...]] = lambda shard: (shard,)
     tensors: Mapping[str, str] = field(default_factory=lambda: {"model.layers.0.weight": "same"})
+    settings: Mapping[str, Any] = field(default_factory=lambda: dict(_SETTINGS))
+    environment_error: float = 0.0
     writes: int = 0
     passes: int = 0
     bound: Binding | None = None
@@ -89,7 +100,8 @@ class FakeEngine:
         if choice is Choice.NATIVE:
             exact = exact + stream.standard_normal(len(ids)) * self.native_error
         drift = self.passes * 1e-3 if self.drifts else 0.0
-        values: list[float] = (exact + drift).astype(np.float32).tolist()
+        held = self.environment_error if self.bound is not None and self.bound.environment else 0.0
+        values: list[float] = (exact + drift + held).astype(np.float32).tolist()
         return values
 
     def score(
@@ -132,7 +144,13 @@ class FakeEngine:
 
     def read_back(self) -> Readback:
         self._maybe_fail("read_back")
-        return Readback(role=self.side)
+        return Readback(
+            role=self.side,
+            settings={
+                key: found if isinstance(found, Unobservable) else Reading(effective=found, source=Source.LIVE_MODULE)
+                for key, found in self.settings.items()
+            },
+        )
 
     def weights_digest(self, prefixes: Sequence[str] | None = None) -> WeightsDigest:
         self._maybe_fail("weights_digest")

@@ -32,6 +32,7 @@ from mismatch_hooks.pipeline.bind import (
     PatchSite,
     RestoreError,
     Site,
+    held_environment,
     held_now,
     is_as_before,
     patched,
@@ -153,18 +154,19 @@ class MegatronBackend:
         """
         if self._binding is not None:
             raise BindingError("a binding is in force on the training side; leave its block before entering another.")
-        sites = self._find_sites(binding)
-        every = [site for found in sites.values() for site in found]
-        before = [held_now(site) for site in every]
-        try:
-            with patched(_held(binding, sites), self._counter):
-                self._binding, self._sites = binding, sites
-                yield
-        finally:
-            self._binding, self._sites = None, {}
-            for site, held in zip(every, before, strict=True):
-                if not is_as_before(site, held):
-                    raise RestoreError(f"{site.site} is not what it was before the binding; restart the run.")
+        with held_environment(binding.environment):
+            sites = self._find_sites(binding)
+            every = [site for found in sites.values() for site in found]
+            before = [held_now(site) for site in every]
+            try:
+                with patched(_held(binding, sites), self._counter):
+                    self._binding, self._sites = binding, sites
+                    yield
+            finally:
+                self._binding, self._sites = None, {}
+                for site, held in zip(every, before, strict=True):
+                    if not is_as_before(site, held):
+                        raise RestoreError(f"{site.site} is not what it was before the binding; restart the run.")
 
     def score(
         self,

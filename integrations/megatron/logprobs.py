@@ -15,7 +15,7 @@ from mismatch_hooks.integrations.megatron.live_model import (
 )
 
 # Where fp32 values may be rounded to the model's dtype on their way from the logits to one log-prob; "fp32": nowhere.
-WRITE_BACK_POINTS = ("fp32", "logits", "log_softmax", "logprob")
+WRITE_BACK_POINTS = ("fp32", "logits", "logsumexp", "logprob")
 
 
 def token_logprobs(
@@ -62,6 +62,7 @@ def token_logprobs(
     stored = next(inner.parameters()).dtype
     if write_back == "logits":
         logits = logits.to(stored)
+    kept = stored if write_back == "logsumexp" else torch.float32
     rows = (
         logits
         if temperatures is None
@@ -69,22 +70,20 @@ def token_logprobs(
     )
     pairs = zip(rows, input_ids[:, 1:], strict=True)  # row by row: the fp32 copy of all logits would be the big one
     if logits.shape[-1] == inner.vocab_size:
-        stored_over_words = stored if write_back == "log_softmax" else torch.float32
-        scores = torch.stack([_whole(row[:, :columns], chosen, stored_over_words) for row, chosen in pairs])
-    elif write_back == "log_softmax":
-        raise UnsupportedTrainerError(
-            "write_back: got 'log_softmax' with sharded logits, whose log-softmax is never stored; accepts the others."
-        )
+        scores = torch.stack([_whole(row[:, :columns], chosen, kept) for row, chosen in pairs])
     else:
-        scores = torch.stack([_sharded(row, chosen, columns, inner.pg_collection.tp) for row, chosen in pairs])
+        scores = torch.stack([_sharded(row, chosen, columns, inner.pg_collection.tp, kept) for row, chosen in pairs])
     return scores.to(stored).float() if write_back == "logprob" else scores
 
 
-def _whole(logits: Tensor, chosen: Tensor, stored: torch.dtype) -> Tensor:
-    return logits.float().log_softmax(dim=-1).to(stored).gather(-1, chosen[:, None])[:, 0].float()
+def _whole(logits: Tensor, chosen: Tensor, kept: torch.dtype) -> Tensor:
+    if kept is torch.float32:
+        return logits.float().log_softmax(dim=-1).gather(-1, chosen[:, None])[:, 0]
+    picked = logits.float().gather(-1, chosen[:, None])[:, 0]
+    return picked - logits.float().logsumexp(dim=-1).to(kept).float()
 
 
-def _sharded(logits: Tensor, chosen: Tensor, columns: int, group: Any) -> Tensor:
+def _sharded(logits: Tensor, chosen: Tensor, columns: int, group: Any, kept: torch.dtype) -> Tensor:
     logits = logits.float()
     first = dist.get_rank(group) * logits.shape[-1]
     padding = torch.arange(first, first + logits.shape[-1], device=logits.device) >= columns
@@ -96,4 +95,6 @@ def _sharded(logits: Tensor, chosen: Tensor, columns: int, group: Any) -> Tensor
     here = (chosen >= first) & (chosen < first + logits.shape[-1])
     picked = logits.gather(-1, (chosen - first).where(here, 0)[:, None])[:, 0].where(here, 0.0)
     dist.all_reduce(picked, group=group)
-    return picked - largest - total.log()
+    if kept is torch.float32:
+        return picked - largest - total.log()
+    return picked - (largest + total.log()).to(kept).float()

@@ -22,7 +22,7 @@ from mismatch_hooks.integrations.megatron.readings import (
 from mismatch_hooks.integrations.megatron.rope import read_rotary
 from mismatch_hooks.integrations.megatron.training_readings import training_readings
 from mismatch_hooks.integrations.megatron.weights import head_weight
-from mismatch_hooks.live.host_readback import environment_readings, library_readings
+from mismatch_hooks.live.host_readback import driver_readings, environment_readings, library_readings
 from mismatch_hooks.references.rope import UnsupportedRopeError, inverse_frequencies
 from mismatch_hooks.schema.enums import Source
 from mismatch_hooks.schema.readback import NOTHING_REQUESTED, Reading, Unobservable
@@ -62,6 +62,7 @@ def model_readings(model: Any, shape: ModelShape | None, frequencies: Tensor | N
         **_operators(model),
         **training_readings(model),
         **library_readings(LIBRARIES),
+        **driver_readings(),
         **environment_readings(VARIABLES),
     }
 

@@ -468,7 +468,7 @@ def _is_ours(named: str) -> bool:
 
 
 def _plain(binding: Binding) -> dict[str, Any]:
-    return {"choices": thaw(binding.choices), "parameters": thaw(binding.parameters)}
+    return {name: thaw(getattr(binding, name)) for name in ("choices", "parameters", "environment")}
 
 
 def _agreed(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:

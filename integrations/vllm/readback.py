@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mismatch_hooks.integrations.vllm.rotary import implied_inverse_frequencies
-from mismatch_hooks.live.host_readback import environment_readings, library_readings
+from mismatch_hooks.live.host_readback import driver_readings, environment_readings, library_readings
 from mismatch_hooks.schema.enums import Source
 from mismatch_hooks.schema.freeze import thaw
 from mismatch_hooks.schema.readback import NOTHING_REQUESTED, Reading, Unobservable
@@ -388,7 +388,7 @@ def _host() -> Settings:
     import vllm
     from vllm import envs
 
-    settings = library_readings(_LIBRARIES)
+    settings = library_readings(_LIBRARIES) | driver_readings()
     settings["library.vllm"] = Reading(
         effective=vllm.__version__, source=Source.LIVE_MODULE, where="vllm.__version__ in the worker"
     )

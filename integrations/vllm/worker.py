@@ -16,6 +16,7 @@ from mismatch_hooks.pipeline.bind import (
     CallCounter,
     RestoreError,
     Site,
+    held_environment,
     held_now,
     is_as_before,
     patched,
@@ -109,7 +110,8 @@ class WorkerExtension:
         """Enter a binding above ``depth`` others; ``refused`` is empty, or the sentence that says why nothing changed.
 
         Args:
-            binding: ``{"choices": {factor: "native" | "reference" | value}, "parameters": {factor: {…}}}``.
+            binding: ``{"choices": {factor: "native" | "reference" | value}, "parameters": {factor: {…}},
+                "environment": {variable: value}}``.
             depth: bindings that must be in force already.
         """
         state = self._mh_state()
@@ -220,10 +222,13 @@ class WorkerExtension:
 
 
 def _bind(model: Any, binding: Mapping[str, Any]) -> _Bound:
-    choices, sites = _find_sites(model, binding)
-    held = [site for factor, found in sites.items() if choices[factor] is not Choice.NATIVE for site in found]
-    bound = _Bound(choices=choices, sites=sites, before=[(site, held_now(site)) for site in held])
-    bound.stack.enter_context(patched(held, bound.counter))
+    with ExitStack() as stack:
+        stack.enter_context(held_environment(binding.get("environment", {})))
+        choices, sites = _find_sites(model, binding)
+        held = [site for factor, found in sites.items() if choices[factor] is not Choice.NATIVE for site in found]
+        bound = _Bound(choices=choices, sites=sites, before=[(site, held_now(site)) for site in held])
+        stack.enter_context(patched(held, bound.counter))
+        bound.stack = stack.pop_all()
     return bound
 
 

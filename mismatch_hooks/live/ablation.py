@@ -5,10 +5,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mismatch_hooks.live.pairs import with_pairs
 from mismatch_hooks.live.passes import CONVENTION, CapturedBatch, ScoringRun, Watched
 from mismatch_hooks.live.registry import Registry
 from mismatch_hooks.live.temperature_fit import temperature_sentences
 from mismatch_hooks.pipeline.bind import BindingError
+from mismatch_hooks.pipeline.contracts import compare_contracts, contract_of, repeats_differ
 from mismatch_hooks.pipeline.diagnose import (
     Finding,
     blocked,
@@ -17,11 +19,13 @@ from mismatch_hooks.pipeline.diagnose import (
     diagnose_from_native,
     diagnose_sweep,
 )
+from mismatch_hooks.pipeline.evidence import missing_evidence
 from mismatch_hooks.pipeline.metrics import from_lists, measure
 from mismatch_hooks.pipeline.report import report
 from mismatch_hooks.pipeline.score import ArmTokens, PassKey, read_arms, response_logprobs
 from mismatch_hooks.pipeline.verify import verify, verify_content
 from mismatch_hooks.schema.backend import ScoringBackend
+from mismatch_hooks.schema.contract import ComparisonIssue
 from mismatch_hooks.schema.enums import (
     Choice,
     Diagnosis,
@@ -32,6 +36,7 @@ from mismatch_hooks.schema.enums import (
     Origin,
     PolicyRole,
 )
+from mismatch_hooks.schema.environment import ExecutionFingerprint
 from mismatch_hooks.schema.factor import MismatchFactor
 from mismatch_hooks.schema.plan import Candidate, Plan
 from mismatch_hooks.schema.score import Score
@@ -89,7 +94,7 @@ def ablate(
     noise_floor: NoiseFloor,
     pitfalls: Sequence[str],
     notes: Sequence[str] = (),
-    fingerprint: str,
+    execution: ExecutionFingerprint,
     timeout_s: float,
     budget_s: float = math.inf,
 ) -> AblationResult:
@@ -106,7 +111,7 @@ def ablate(
         noise_floor: how noisy the run is.
         pitfalls: sentences of the guards that were tripped.
         notes: sentences that a reader of the verdicts should know.
-        fingerprint: of the execution.
+        execution: what was read around the passes; its digest is every verdict's fingerprint.
         timeout_s: seconds for one pass.
         budget_s: seconds for all of it; a factor that could not be finished in time is not begun, except the first and
             those that need no pass.
@@ -119,6 +124,7 @@ def ablate(
     run = ScoringRun(plan, batch, engines, registry, shape, timeout_s)
     verdicts: list[Verdict] = []
     not_reached: list[str] = []
+    coupled: list[Candidate] = []
     slowest = 0.0
     before = {role: run.score(role, {}) for role in _ROLES}
     proof_s = time.perf_counter() - started  # the same passes will be taken once more at the end
@@ -137,9 +143,16 @@ def ablate(
             # A temperature on one side blocks every factor but the one that measures just that.
             traps, said = ((), temperatures) if case.factor.id == CONVENTION else (temperatures, ())
             told = (*pitfalls, *traps), (*notes, *said)
-            verdicts.append(_judge(case, run, first, noise_floor, *told, fingerprint, plan.origin, path))
+            verdict = _judge(case, run, first, noise_floor, *told, execution, plan.origin, path)
+            verdicts.append(verdict)
+            if verdict.diagnosis is Diagnosis.COUPLED_WITH_OTHER_FACTORS:
+                coupled.append(case)
             if case.factor.passes:
                 slowest = max(slowest, time.perf_counter() - begun)
+        for case in coupled:
+            index = next(i for i, one in enumerate(verdicts) if one.factor == case.factor.id and one.path is _PREFILL)
+            left_s = budget_s - (time.perf_counter() - started) - proof_s
+            verdicts[index] = with_pairs(verdicts[index], case.factor, plan, run, before, left_s=left_s)
     finally:
         _prove_restored(run, before)
     seconds = time.perf_counter() - started
@@ -189,7 +202,7 @@ def _judge(
     noise_floor: NoiseFloor,
     pitfalls: Sequence[str],
     notes: Sequence[str],
-    fingerprint: str,
+    execution: ExecutionFingerprint,
     origin: Origin,
     path: ExecutionPath,
 ) -> Verdict:
@@ -197,6 +210,7 @@ def _judge(
     batch, factor = run.batch, case.factor
     readings: tuple[ArmReading, ...] = ()
     watched: dict[PassKey, Watched] = {}
+    repeated = 0
     try:
         if factor.expansion is Expansion.CONTENT:
             rollout, training = (batch.weights[role] for role in _ROLES)
@@ -208,8 +222,12 @@ def _judge(
             watched = _passes(factor, run, before, path)
             passes = {key: one.score for key, one in watched.items()}
             other_side = {key[0]: one.other_side for key, one in watched.items() if key[1] is not Choice.NATIVE}
-            gates = verify(factor, passes, other_side, batch.sequences, pitfalls, notes)
+            missing = missing_evidence(factor, execution)
+            gates = verify(factor, passes, other_side, batch.sequences, pitfalls, notes, missing)
             read = blocked(gates)
+            if read is None and path is _PREFILL:
+                repeated = len(case.repeats) * len(factor.switch.roles)
+                read = _diagnose_repeats(case, run, watched)
             if read is None:
                 epsilons = {"epsilon_low": batch.epsilon_low, "epsilon_high": batch.epsilon_high}
                 arms, readings = read_arms(factor, passes, batch.sequences, **epsilons)
@@ -227,10 +245,42 @@ def _judge(
         noise_floor=noise_floor,
         path=path,
         tokens=batch.tokens,
-        passes=len(watched),
+        passes=len(watched) + repeated,
         seconds=time.perf_counter() - started,
-        fingerprint=fingerprint,
+        fingerprint=execution.digest,
+        issues=_issues(factor, execution),
     )
+
+
+def _issues(factor: MismatchFactor, execution: ExecutionFingerprint) -> tuple[ComparisonIssue, ...]:
+    if not factor.contract:
+        return ()
+    rollout, training = (contract_of(execution.settings[role], factor.contract) for role in _ROLES)
+    return compare_contracts(rollout, training, factor.comparison_rules, factor.equivalences)
+
+
+def _diagnose_repeats(case: Candidate, run: ScoringRun, watched: Mapping[PassKey, Watched]) -> Finding | None:
+    """What follows where a reference that claims every topology gives other bits in another environment.
+
+    The arms are made of the passes in the run's own environment; a repeat is compared with those and forgotten.
+    """
+    broken = []
+    for role in case.factor.switch.roles if case.repeats else ():
+        first = watched[role, Choice.REFERENCE].score
+        repeats = {
+            ", ".join(f"{name}={value}" for name, value in environment.items()): run.repeat(
+                role, case.factor, environment
+            )
+            for environment in case.repeats
+        }
+        broken += [
+            f"{shards} of {len(first.shards)} shards on {role.value} under {environment}"
+            for environment, shards in repeats_differ(first, repeats).items()
+        ]
+    if not broken:
+        return None
+    reason = f"The reference claims the same bits in every topology and gives others: {'; '.join(broken)}."
+    return Finding(diagnosis=Diagnosis.REFERENCE_ITSELF_IS_BROKEN, reason=reason)
 
 
 def _passes(

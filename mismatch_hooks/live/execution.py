@@ -1,8 +1,12 @@
 """The fingerprint of one ablation: what was compared, where, with which settings, implementations, weights and sums."""
 
+import hashlib
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
+from importlib.resources.abc import Traversable
 
 from mismatch_hooks.live.weights import combined_digest
 from mismatch_hooks.pipeline.contracts import contract_of
@@ -16,6 +20,7 @@ from mismatch_hooks.schema.shape import ModelShape
 from mismatch_hooks.schema.thresholds import fingerprint as thresholds_fingerprint
 
 _OPERATORS = ("embedding", "norm", "linear", "rope", "attention", "activation", "head")
+_REVISION_CHARACTERS = 16
 _DETERMINISM = ("training.deterministic_algorithms", "training.matmul.tf32", "engine.threads")
 
 
@@ -59,11 +64,16 @@ def execution_of(
 
 
 def _identity(sequences: Sequence[ScoringSequence], weights: WeightsDigest, shape: ModelShape) -> ComparisonIdentity:
+    prompts = [one.prompt_token_ids for one in sequences]
+    # The rollouts of a group share their prompt; a sample of a step may hold a part of some groups.
+    groups = tuple(prompts.index(prompt) for prompt in prompts)
+    sizes = {groups.count(group) for group in groups}
     return ComparisonIdentity(
         prompt_ids=tuple(one.prompt_token_ids for one in sequences),
         response_ids=tuple(one.response_token_ids for one in sequences),
         active_mask=tuple(one.response_mask for one in sequences),
-        # Rows are scored unpacked, each from position 0.
+        # Rows are scored unpacked, each from position 0, in one batch and in this order; sequences that the loop's
+        # dynamic sampling dropped have no training log-probs and are never scored.
         position_ids=tuple(
             tuple(range(len(one.prompt_token_ids), len(one.prompt_token_ids) + len(one.response_token_ids)))
             for one in sequences
@@ -71,25 +81,61 @@ def _identity(sequences: Sequence[ScoringSequence], weights: WeightsDigest, shap
         checkpoint=weights.version,
         revision=combined_digest(weights),
         model_shape=fingerprint(shape),
-        rollout_group=tuple(range(len(sequences))),
-        group_size=0,
+        rollout_group=groups,
+        group_size=sizes.pop() if len(sizes) == 1 else 0,
         batch_placement=tuple((0, row) for row in range(len(sequences))),
         sampled_in=(True,) * len(sequences),
     )
 
 
 def _environment(readbacks: Mapping[PolicyRole, Readback]) -> EnvironmentFingerprint:
-    found = {key: setting for readback in readbacks.values() for key, setting in readback.settings.items()}
-    values = {key: str(setting.effective) for key, setting in found.items() if isinstance(setting, Reading)}
+    # By role: the engines may live in two processes with two installations, and neither may hide the other's.
+    values = {
+        (role.value, key): str(setting.effective)
+        for role, readback in readbacks.items()
+        for key, setting in readback.settings.items()
+        if isinstance(setting, Reading)
+    }
     return EnvironmentFingerprint(
         python=platform.python_version(),
         torch=_version("torch"),
-        driver=values.get("engine.driver", ""),
-        device=values.get("engine.device", ""),
-        libraries={key.removeprefix("library."): one for key, one in values.items() if key.startswith("library.")},
-        determinism={key: one for key, one in values.items() if key.startswith("environment.") or key in _DETERMINISM},
+        driver=_both(values, "engine.driver"),
+        device=_both(values, "engine.device"),
+        libraries={
+            f"{role}:{key.removeprefix('library.')}": one
+            for (role, key), one in values.items()
+            if key.startswith("library.")
+        },
+        determinism={
+            f"{role}:{key}": one
+            for (role, key), one in values.items()
+            if key.startswith("environment.") or key in _DETERMINISM
+        },
         own_version=_version("mismatch-hooks"),
+        own_revision=own_revision(),
     )
+
+
+def _both(values: Mapping[tuple[str, str], str], key: str) -> str:
+    return ", ".join(f"{role}: {one}" for (role, name), one in values.items() if name == key)
+
+
+@cache
+def own_revision() -> str:
+    """Return a digest of this package's own sources: a version number stays while somebody edits a checkout."""
+    package = files("mismatch_hooks")
+    found = hashlib.sha256()
+    for path, source in sorted(_sources(package, "")):
+        found.update(f"{path}\n{len(source)}\n".encode() + source)
+    return found.hexdigest()[:_REVISION_CHARACTERS]
+
+
+def _sources(folder: Traversable, path: str) -> Iterator[tuple[str, bytes]]:
+    for entry in folder.iterdir():
+        if entry.is_dir() and entry.name not in ("tests", "__pycache__"):
+            yield from _sources(entry, f"{path}{entry.name}/")
+        elif entry.name.endswith(".py"):
+            yield path + entry.name, entry.read_bytes()
 
 
 def _version(distribution: str) -> str:

@@ -372,13 +372,13 @@ class MismatchHooks:
             noise_floor=self._noise_floor,
             pitfalls=tripped(guards, self._noise_floor),
             notes=notes(guards, self._noise_floor),
-            fingerprint=execution_of(
+            execution=execution_of(
                 sequences,
                 {PolicyRole.ROLLOUT: rollout, PolicyRole.TRAINING: training},
                 weights,
                 shape=self._shape,
                 origin=self._plan.origin,
-            ).digest,
+            ),
             timeout_s=self._config.scoring_timeout,
             budget_s=self._cadence.allowance_s(elapsed_s=time.perf_counter() - self._started),
         )
@@ -386,7 +386,8 @@ class MismatchHooks:
     def _trace(self, step: int, capture: StepCapture) -> None:
         _, sequences = capture.sample(self._config.sample_sequences)
         timeout_s = self._config.scoring_timeout
-        found = trace_batch(self._engines, sequences, timeout_s=timeout_s, shape=self._shape)
+        factors = tuple(self._registry.factors.values())
+        found = trace_batch(self._engines, sequences, timeout_s=timeout_s, shape=self._shape, factors=factors)
         self._emit("trace", step, thaw(found))
 
     def _publish(self, step: int, result: AblationResult) -> None:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from mismatch_hooks.schema.enums import Source
 from mismatch_hooks.schema.readback import Reading, Unobservable
@@ -22,6 +23,14 @@ def _library(name: str) -> Reading | Unobservable:
         return Reading(effective=version(name), source=Source.ENVIRONMENT, where=f"installed distribution {name}")
     except PackageNotFoundError:
         return Unobservable(reason=f"no distribution {name} is installed here")
+
+
+def driver_readings(version_file: Path = Path("/sys/module/nvidia/version")) -> dict[str, Reading | Unobservable]:
+    """Return ``engine.driver`` where an NVIDIA driver is loaded; a host without one has no such setting."""
+    if not version_file.exists():
+        return {}
+    loaded = version_file.read_text(encoding="utf-8").strip()
+    return {"engine.driver": Reading(effective=loaded, source=Source.ENVIRONMENT, where=str(version_file))}
 
 
 def environment_readings(names: Sequence[str]) -> dict[str, Reading | Unobservable]:

@@ -121,7 +121,7 @@ def plan_factors(
         "model_traits": list(here.model_traits),
         "dlogp_mean_suspect_above": row.dlogp_mean_suspect_above,
         "passes": made.passes,
-        "passes_with_restoration_proof": made.passes_with_restoration_proof,
+        "passes_with_proofs": made.passes_with_proofs,
         "cases": [
             {
                 "factor": case.factor.id,

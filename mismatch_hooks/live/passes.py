@@ -119,6 +119,15 @@ class ScoringRun:
         """Prefill the captured tokens on one engine as nobody touches it."""
         return self.score(role, dict.fromkeys(self._at_origin(role), Choice.NATIVE)).score
 
+    def repeat(self, role: PolicyRole, factor: MismatchFactor, environment: Mapping[str, str]) -> Score:
+        """Score one role again with ``factor`` on its reference, built and run with ``environment`` in force."""
+        binding = self._binding(role, {**self._at_origin(role), factor.id: Choice.REFERENCE})
+        told = {**binding.parameters[factor.id], "repeated_under": environment}
+        binding = replace(binding, environment=environment, parameters={**binding.parameters, factor.id: told})
+        with self._engines[role].bind(binding):
+            self.passes += 1
+            return self._engines[role].score(self.batch.sequences, timeout_s=self._timeout_s)
+
     @property
     def can_divide(self) -> bool:
         """Whether the trainer can be made to score with its logits divided by a temperature."""

@@ -32,7 +32,8 @@ class Adapter(Protocol):
         """Return every place in the live ``model`` of ``role`` that the factor binds; change nothing.
 
         ``parameters`` holds what ``parameters()`` returned, ``implementation`` (the name of the chosen reference) and
-        ``value`` (what the switch is to be set to, ``"native"`` included).
+        ``value`` (what the switch is to be set to, ``"native"`` included). In a pass of the factor's ``repeat_under``
+        it holds ``repeated_under`` as well, the variables in force; what reads them once has to be built anew here.
         """
         ...
 

@@ -7,11 +7,12 @@ from typing import Protocol, runtime_checkable
 
 from mismatch_hooks.model_meta.correspondence import propagation_edges
 from mismatch_hooks.pipeline.activations import compare_activations, differing, incomparable, summarise
-from mismatch_hooks.pipeline.compare import differing_settings
+from mismatch_hooks.pipeline.contracts import contract_findings
 from mismatch_hooks.pipeline.trace import trace_root_causes
 from mismatch_hooks.schema.activation import ActivationCapture
 from mismatch_hooks.schema.backend import ScoringBackend
 from mismatch_hooks.schema.enums import PolicyRole
+from mismatch_hooks.schema.factor import MismatchFactor
 from mismatch_hooks.schema.freeze import FrozenMapping
 from mismatch_hooks.schema.score import ScoringSequence
 from mismatch_hooks.schema.shape import ModelShape
@@ -71,6 +72,7 @@ def trace_batch(
     *,
     timeout_s: float,
     shape: ModelShape | None = None,
+    factors: Sequence[MismatchFactor] = (),
 ) -> TraceReport:
     """Trace the same tokens through both engines, each under the binding in force, and say where they first differ.
 
@@ -82,6 +84,7 @@ def trace_batch(
         sequences: captured sequences; those with an empty response take no part.
         timeout_s: seconds for all passes.
         shape: of the model, by which suspicious points are told from those that pass on what came from above.
+        factors: by whose rules the two sides' parameters are compared, and whose proven equivalences are left out.
 
     Raises:
         TracingError: an engine has no ``trace``, or no sequence has a response.
@@ -106,7 +109,7 @@ def trace_batch(
     return TraceReport(
         summary=summarise(comparisons),
         comparisons=comparisons,
-        causes=_causes(engines, comparisons, shape),
+        causes=_causes(engines, comparisons, shape, factors),
         left_out={role: {**capture.left_out, **incomparable(captures)} for role, capture in captures.items()},
         passes=passes,
         seconds=time.perf_counter() - started,
@@ -114,12 +117,16 @@ def trace_batch(
 
 
 def _causes(
-    engines: Mapping[PolicyRole, ScoringBackend], comparisons: Sequence[ModuleComparison], shape: ModelShape | None
+    engines: Mapping[PolicyRole, ScoringBackend],
+    comparisons: Sequence[ModuleComparison],
+    shape: ModelShape | None,
+    factors: Sequence[MismatchFactor],
 ) -> tuple[RootCause, ...]:
     if shape is None or all(one.agrees for one in comparisons):
         return ()
-    settings = differing_settings(*(engines[role].read_back() for role in (PolicyRole.ROLLOUT, PolicyRole.TRAINING)))
-    return trace_root_causes(comparisons, propagation_edges(shape), settings)[:_MOST_CAUSES]
+    rollout, training = (engines[role].read_back() for role in (PolicyRole.ROLLOUT, PolicyRole.TRAINING))
+    findings = contract_findings(rollout, training, factors)
+    return trace_root_causes(comparisons, propagation_edges(shape), findings)[:_MOST_CAUSES]
 
 
 def _traceable(role: PolicyRole, engine: ScoringBackend) -> Traceable:

@@ -1,6 +1,7 @@
 """Hold implementations replaced in a live engine, count what ran, and put everything back."""
 
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -161,6 +162,24 @@ def patched(sites: Sequence[Site], counter: CallCounter) -> Iterator[None]:
         for site in sites:
             stack.enter_context(_held(site) if isinstance(site, StateSite) else _patched(site, counter))
         yield
+
+
+@contextmanager
+def held_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Hold environment variables of this process at the given values for the length of the block.
+
+    What reads a variable once, as a communicator does when it is built, has to be built inside.
+    """
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def held_now(site: Site) -> Any:

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from mismatch_hooks.schema.contract import (
+    DEFAULT_RULES,
     CollectiveContract,
     ComparisonIssue,
     ComparisonRule,
@@ -15,6 +16,7 @@ from mismatch_hooks.schema.contract import (
     OperatorContract,
 )
 from mismatch_hooks.schema.enums import DeterminismLevel, PolicyRole
+from mismatch_hooks.schema.factor import MismatchFactor
 from mismatch_hooks.schema.readback import Readback, Unobservable
 from mismatch_hooks.schema.score import Score
 
@@ -26,14 +28,6 @@ _COLLECTIVES = {"linear": ("all_reduce", "all_reduce"), "embedding": ("all_reduc
 # fp64 values that passed through fp32, or through the text of a config file, agree to this share of themselves.
 SEMANTIC_TOLERANCE = 2.0**-23
 
-# What has to match unless a factor says otherwise; implementations are what factors are about, so they are recorded.
-DEFAULT_RULES: Mapping[str, ComparisonRule] = {
-    "precision": ComparisonRule.MUST_MATCH_SEMANTICALLY,
-    "extra.*": ComparisonRule.MUST_MATCH_SEMANTICALLY,
-    "collectives[[]*].op": ComparisonRule.MUST_MATCH_SEMANTICALLY,
-    "collectives[[]*].group_size": ComparisonRule.MUST_MATCH_SEMANTICALLY,
-}
-
 
 def contract_of(readback: Readback, operator: str) -> OperatorContract:
     """Return what one side does for an operator, from nothing but its readback.
@@ -42,7 +36,7 @@ def contract_of(readback: Readback, operator: str) -> OperatorContract:
         readback: of the side.
         operator: as in ``operator.<operator>.implementation``.
     """
-    precision = readback.effective("model.head.dtype" if operator == "head" else "model.dtype")
+    precision = readback.effective(_precision_key(operator))
     prefix = _EXTRA.get(operator, "")
     own = [key for key in readback.settings if prefix and key.startswith(prefix)]
     return OperatorContract(
@@ -96,6 +90,35 @@ def compare_contracts(
         values = {PolicyRole.ROLLOUT: left, PolicyRole.TRAINING: right}
         issues.append(ComparisonIssue(path=path, rule=rule, values=values))
     return tuple(issues)
+
+
+def contract_findings(rollout: Readback, training: Readback, factors: Sequence[MismatchFactor]) -> tuple[str, ...]:
+    """Return the readback keys of everything that the operators' contracts demand to match and that does not.
+
+    Args:
+        rollout: the settings in effect on the rollout side.
+        training: likewise.
+        factors: their rules and proven equivalences are applied, each to its own operator.
+    """
+    found: dict[str, None] = {}
+    for factor in factors:
+        if factor.contract:
+            left, right = (contract_of(side, factor.contract) for side in (rollout, training))
+            for issue in compare_contracts(left, right, factor.comparison_rules, factor.equivalences):
+                found[_readback_key(factor.contract, issue.path)] = None
+    return tuple(found)
+
+
+def _readback_key(operator: str, path: str) -> str:
+    if path.startswith("extra."):
+        return _EXTRA[operator] + path.removeprefix("extra.")
+    if path == "precision":
+        return _precision_key(operator)
+    return f"operator.{operator}.implementation" if path == "layout" else f"operator.{operator}.{path}"
+
+
+def _precision_key(operator: str) -> str:
+    return "model.head.dtype" if operator == "head" else "model.dtype"
 
 
 def _explains(known: KnownEquivalence, path: str, left: Any, right: Any) -> bool:

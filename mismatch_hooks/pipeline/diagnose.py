@@ -113,6 +113,41 @@ def _alike(
     return None
 
 
+def diagnose_pairs(
+    finding: Finding, native: ArmTokens, pairs: Mapping[str, ArmTokens], *, epsilon_low: float, epsilon_high: float
+) -> Finding:
+    """Name the partners with which a coupled factor's reference lowers the mismatch after all.
+
+    A pair is one more two-sided test of each of two figures, accusing in one direction only, so each of P pairs is read
+    at ``LEVEL`` / P (Bonferroni).
+
+    Args:
+        finding: ``COUPLED_WITH_OTHER_FACTORS``, of the factor alone.
+        native: the arm in which both sides are native.
+        pairs: partner's id to the arm in which both factors are on their references on both sides.
+        epsilon_low: clip range, as read back from the loop.
+        epsilon_high: likewise.
+    """
+    mismatch = float(np.abs(native.dlogp).mean())
+    effects = {
+        partner: paired_effect(pair_arm(partner), arm, native, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
+        for partner, arm in pairs.items()
+    }
+    level = LEVEL / max(1, len(pairs))
+    found = [name for name, effect in effects.items() if _lowers(effect, mismatch, level=level)]
+    if found:
+        said = "; ".join(f"{name}: {_change(effects[name], mismatch)}" for name in found)
+        reason = f"{finding.reason} With the reference of another factor beside it the mismatch does fall: {said}."
+    else:
+        reason = f"{finding.reason} No second factor's reference beside it lowers the mismatch ({', '.join(pairs)})."
+    return replace(finding, reason=reason, effects=(*finding.effects, *effects.values()))
+
+
+def pair_arm(partner: str) -> str:
+    """The name of the arm in which a factor and ``partner`` are on their references on both sides."""
+    return f"{Arm.BOTH_REFERENCE}+{partner}"
+
+
 _MOST_NAMES = 6
 _ONE_SIDE = {
     PolicyRole.ROLLOUT: Diagnosis.CAUSED_BY_ROLLOUT_SIDE,
@@ -274,9 +309,9 @@ def _effects(
     )
 
 
-def _lowers(effect: PairedEffect, mismatch: float) -> bool:
-    fewer_clipped = effect.clip_clustered_p_value <= LEVEL and effect.clip_events_removed > effect.clip_events_added
-    smaller = effect.p_value <= LEVEL and effect.dlogp_change <= -RELEVANT_SHARE * mismatch
+def _lowers(effect: PairedEffect, mismatch: float, *, level: float = LEVEL) -> bool:
+    fewer_clipped = effect.clip_clustered_p_value <= level and effect.clip_events_removed > effect.clip_events_added
+    smaller = effect.p_value <= level and effect.dlogp_change <= -RELEVANT_SHARE * mismatch
     return fewer_clipped or smaller
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from mismatch_hooks.pipeline.diagnose import Finding
+from mismatch_hooks.schema.contract import ComparisonIssue
 from mismatch_hooks.schema.enums import Diagnosis, ExecutionPath, NoiseFloor, Origin
 from mismatch_hooks.schema.factor import MismatchFactor
 from mismatch_hooks.schema.verdict import ArmReading, Gate, Verdict
@@ -27,6 +28,7 @@ def report(
     passes: int,
     seconds: float,
     fingerprint: str,
+    issues: Sequence[ComparisonIssue] = (),
 ) -> Verdict:
     """Return the verdict; arms and effects are left out of one that a gate blocked, so that nobody reads them."""
     readable = all(gate.ok for gate in gates)
@@ -41,6 +43,7 @@ def report(
         gates=tuple(gates),
         arms=tuple(arms) if readable else (),
         effects=finding.effects if readable else (),
+        issues=tuple(issues),
         tokens=tokens,
         passes=passes,
         seconds=seconds,

@@ -67,19 +67,32 @@ def read_arms(
         epsilon_low: clip range, as read back from the loop.
         epsilon_high: likewise.
     """
-    rows = {key: response_logprobs(score, sequences) for key, score in passes.items()}
-    masks = [sequence.response_mask for sequence in sequences]
-    owner = np.repeat(np.arange(len(sequences)), [sum(mask) for mask in masks])
     tokens: dict[str, ArmTokens] = {}
     readings = []
     for arm, bound in factor.arms.items():
-        training = rows[PolicyRole.TRAINING, bound[PolicyRole.TRAINING]]
-        rollout = rows[PolicyRole.ROLLOUT, bound[PolicyRole.ROLLOUT]]
-        tokens[arm] = ArmTokens(training=_active(training, masks), rollout=_active(rollout, masks), sequence=owner)
-        padded = from_lists(training, rollout, masks)
-        state = measure(*padded, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
-        readings.append(ArmReading(arm=arm, metrics=state.finalize()))
+        scores = {role: passes[role, value] for role, value in bound.items()}
+        tokens[arm], reading = read_arm(arm, scores, sequences, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
+        readings.append(reading)
     return tokens, tuple(readings)
+
+
+def read_arm(
+    arm: str,
+    scores: Mapping[PolicyRole, Score],
+    sequences: Sequence[ScoringSequence],
+    *,
+    epsilon_low: float,
+    epsilon_high: float,
+) -> tuple[ArmTokens, ArmReading]:
+    """Return the active tokens and the metrics of one arm, which is one score of each role."""
+    masks = [sequence.response_mask for sequence in sequences]
+    owner = np.repeat(np.arange(len(sequences)), [sum(mask) for mask in masks])
+    training, rollout = (
+        response_logprobs(scores[role], sequences) for role in (PolicyRole.TRAINING, PolicyRole.ROLLOUT)
+    )
+    tokens = ArmTokens(training=_active(training, masks), rollout=_active(rollout, masks), sequence=owner)
+    state = measure(*from_lists(training, rollout, masks), epsilon_low=epsilon_low, epsilon_high=epsilon_high)
+    return tokens, ArmReading(arm=arm, metrics=state.finalize())
 
 
 def _active(rows: Sequence[Sequence[float]], masks: Sequence[Sequence[bool]]) -> FloatArray:

@@ -16,6 +16,7 @@ def verify(
     sequences: Sequence[ScoringSequence],
     pitfalls: Sequence[str],
     notes: Sequence[str] = (),
+    missing: Sequence[str] = (),
 ) -> tuple[Gate, ...]:
     """Evaluate all four gates of one factor, in order.
 
@@ -26,10 +27,11 @@ def verify(
         sequences: what was scored.
         pitfalls: sentences of the guards that were tripped.
         notes: sentences that a reader of the verdict should know.
+        missing: sentences on evidence that the factor requires and nobody has.
     """
     return (
         switch_effective(factor, passes, other_side),
-        evidence_complete(factor, passes),
+        evidence_complete(factor, passes, missing),
         shards_complete(passes, sequences),
         pitfalls_clear(pitfalls, notes),
     )
@@ -126,9 +128,12 @@ def _missing_passes(factor: MismatchFactor, passes: Mapping[PassKey, Score]) -> 
     return [f"No pass of {role.value} with {words(value)} bound arrived." for role, value in missing]
 
 
-def evidence_complete(factor: MismatchFactor, passes: Mapping[PassKey, Score]) -> Gate:
-    """Hold when every declared call site ran what was bound exactly as often as the counted forwards demand."""
-    problems = _missing_passes(factor, passes)
+def evidence_complete(factor: MismatchFactor, passes: Mapping[PassKey, Score], missing: Sequence[str] = ()) -> Gate:
+    """Hold when every declared call site ran what was bound exactly as often as the counted forwards demand.
+
+    And when nothing is ``missing`` of what the factor needs to have seen beside them.
+    """
+    problems = [*_missing_passes(factor, passes), *missing]
     ran = 0
     for (role, choice), score in passes.items():
         if not score.evidence.forwards or not all(score.evidence.forwards):
@@ -138,8 +143,8 @@ def evidence_complete(factor: MismatchFactor, passes: Mapping[PassKey, Score]) -
         counts = [count for count in score.evidence.calls if count.factor == factor.id]
         declared = {site.name for site in factor.call_sites if site.role is role}
         ranks = range(len(score.evidence.forwards))
-        missing = {(name, rank) for name in declared for rank in ranks} - {(one.site, one.rank) for one in counts}
-        problems += [f"No evidence from {name} on {role.value} rank {rank}." for name, rank in sorted(missing)]
+        silent = {(name, rank) for name in declared for rank in ranks} - {(one.site, one.rank) for one in counts}
+        problems += [f"No evidence from {name} on {role.value} rank {rank}." for name, rank in sorted(silent)]
         for count in counts:
             ran += count.observed
             if count.expected < 1 or count.observed != count.expected:

@@ -65,6 +65,17 @@ class ComparisonRule(Enum):
     RECORD_ONLY = "record only"
 
 
+# What has to match unless a factor says otherwise; implementations are what factors are about, so they are recorded.
+DEFAULT_RULES: Mapping[str, ComparisonRule] = FrozenMapping(
+    {
+        "precision": ComparisonRule.MUST_MATCH_SEMANTICALLY,
+        "extra.*": ComparisonRule.MUST_MATCH_SEMANTICALLY,
+        "collectives[[]*].op": ComparisonRule.MUST_MATCH_SEMANTICALLY,
+        "collectives[[]*].group_size": ComparisonRule.MUST_MATCH_SEMANTICALLY,
+    }
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonIssue:
     """One field that does not match.

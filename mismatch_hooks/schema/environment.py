@@ -97,11 +97,12 @@ class EnvironmentFingerprint:
     Attributes:
         python: version.
         torch: version, build label included.
-        driver: of the accelerator; empty on a CPU.
-        device: in words.
-        libraries: distribution to version.
-        determinism: environment variables and flags that bear on bits.
+        driver: of the accelerator, by role; empty on a CPU.
+        device: in words, by role.
+        libraries: ``role:distribution`` to version.
+        determinism: environment variables and flags that bear on bits, by ``role:key``.
         own_version: of this library.
+        own_revision: digest of this library's sources.
     """
 
     python: str
@@ -111,6 +112,7 @@ class EnvironmentFingerprint:
     libraries: Mapping[str, str]
     determinism: Mapping[str, str]
     own_version: str
+    own_revision: str
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "libraries", FrozenMapping(self.libraries))

@@ -3,10 +3,13 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import product
 
+from mismatch_hooks.schema.contract import DEFAULT_RULES, ComparisonRule, KnownEquivalence
 from mismatch_hooks.schema.enums import (
     Arm,
     Choice,
+    DeterminismLevel,
     ExecutionPath,
     Expansion,
     FactorCategory,
@@ -20,6 +23,8 @@ from mismatch_hooks.schema.freeze import FrozenMapping, SchemaError, freeze
 
 # The arm of a sweep in which both sides are native.
 BASELINE = "native"
+# Evidence that a verdict of any factor needs; operators add their own.
+BASE_EVIDENCE = ("effective-config readback", "model-state fingerprint", "library versions")
 # One release as PEP 440 writes it, local label included ("2.13.0+cpu"); no specifier, wildcard or leading "v".
 _EXACT_VERSION = re.compile(
     r"[0-9]+(\.[0-9]+)*((a|b|rc)[0-9]+)?(\.post[0-9]+)?(\.dev[0-9]+)?(\+[a-z0-9]+(\.[a-z0-9]+)*)?"
@@ -112,6 +117,8 @@ class ReferenceImplementation:
         covers_paths: paths on which it must agree with itself bitwise; the self-check of ``both_reference``.
         prerequisites: what must hold for it to run; the first implementation whose prerequisites hold is used.
         pins: exact versions of every library that it calls.
+        determinism: how far its result is the same bits; one that claims every topology is repeated under each
+            environment of its factor's ``repeat_under`` before an arm is read.
         verified_on: where its numbers were seen, in words (``"CPU"``); ``"not run on a GPU yet"`` where they were not.
     """
 
@@ -120,6 +127,7 @@ class ReferenceImplementation:
     covers_paths: tuple[ExecutionPath, ...]
     prerequisites: Prerequisites = Prerequisites()
     pins: tuple[LibraryPin, ...] = ()
+    determinism: DeterminismLevel = DeterminismLevel.STABLE_ACROSS_RUNS
     verified_on: str
 
     def __post_init__(self) -> None:
@@ -158,6 +166,13 @@ class MismatchFactor:
         call_sites: every place that must run what is bound; none where nothing is bound in the live process.
         prerequisites: what must hold whatever the reference.
         pitfalls: ids of guards that concern this factor.
+        comparison_rules: how the two sides' contracts of this operator are compared: field path or glob to rule, first
+            match wins; what no rule names is recorded only.
+        equivalences: different values of one field that a test has proven to give the same bits.
+        required_evidence: what a verdict needs beside ``BASE_EVIDENCE``: names of ``pipeline.evidence.EVIDENCE``, or
+            dotted readback keys that have to be observable on every role of the switch.
+        repeat_under: environment variable to the values under every combination of which the reference must give the
+            same bits; never a setting that the run has to have.
         live_value: of a sweep, the value that the live run itself has where a scoring pass has another; empty where
             native is what the run has.
         recommendation: what to do when this factor is accused; ``{side}`` is filled in.
@@ -172,14 +187,26 @@ class MismatchFactor:
     call_sites: tuple[CallSite, ...] = ()
     prerequisites: Prerequisites = Prerequisites()
     pitfalls: tuple[str, ...] = ()
+    comparison_rules: Mapping[str, ComparisonRule] = DEFAULT_RULES
+    equivalences: tuple[KnownEquivalence, ...] = ()
+    required_evidence: tuple[str, ...] = ()
+    repeat_under: Mapping[str, tuple[str, ...]] = field(default_factory=FrozenMapping)
     live_value: str = ""
     recommendation: str = ""
 
     def __post_init__(self) -> None:
+        for name in ("comparison_rules", "repeat_under"):
+            object.__setattr__(self, name, FrozenMapping(getattr(self, name)))
+        for name in ("equivalences", "required_evidence"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         segments = self.id.split(".")
         if len(segments) != 2 or not all(part.isidentifier() and part == part.lower() for part in segments):
             raise SchemaError(
                 f"MismatchFactor.id: got {self.id!r}; accepts 'operator.factor', both lower-case identifiers."
+            )
+        if self.expansion is Expansion.PAIRWISE:
+            raise SchemaError(
+                f"{self.id}: pairwise is what follows for a factor that was found to be coupled; declare standard_four."
             )
         if self.expansion is Expansion.STANDARD_FOUR:
             if not self.references or self.switch.values != (Choice.REFERENCE,) or len(self.switch.roles) < 2:
@@ -188,6 +215,16 @@ class MismatchFactor:
                 )
         elif self.references:
             raise SchemaError(f"{self.id}: {self.expansion.value} has no use for references; remove them.")
+        empty = [name for name, values in self.repeat_under.items() if not values]
+        if empty:
+            raise SchemaError(f"{self.id}: repeat_under names no value of {', '.join(empty)}; name one or drop it.")
+        claims = [one.name for one in self.references if one.determinism is DeterminismLevel.STABLE_ACROSS_TOPOLOGY]
+        if bool(claims) != bool(self.repeat_under):
+            raise SchemaError(
+                f"{self.id}: {', '.join(claims) or 'no reference'} claims to be stable across topologies and "
+                f"repeat_under is {dict(self.repeat_under)}; a claim needs environments to be repeated under, and they "
+                "need a claim."
+            )
         if self.live_value and (self.live_value not in self.switch.values or len(self.switch.roles) != 1):
             raise SchemaError(
                 f"{self.id}: live_value is {self.live_value!r}; accepts one of {self.switch.values}, of one role."
@@ -209,6 +246,24 @@ class MismatchFactor:
     def operator(self) -> str:
         """The first segment of the id."""
         return self.id.split(".")[0]
+
+    @property
+    def contract(self) -> str:
+        """The operator whose contracts the two sides are compared by, as in ``operator.<operator>.*``; "" if none."""
+        first, *rest = self.switch.path.split(".")
+        return rest[0] if first == "operator" and len(rest) == 2 else ""
+
+    @property
+    def evidence(self) -> tuple[str, ...]:
+        """Everything that a verdict needs to have seen beside the passes."""
+        return BASE_EVIDENCE + self.required_evidence
+
+    @property
+    def repeats(self) -> tuple[Mapping[str, str], ...]:
+        """Every combination of the environments of ``repeat_under``."""
+        names = tuple(self.repeat_under)
+        found = product(*self.repeat_under.values()) if names else ()
+        return tuple(FrozenMapping(zip(names, values, strict=True)) for values in found)
 
     @property
     def arms(self) -> dict[str, dict[PolicyRole, Value]]:

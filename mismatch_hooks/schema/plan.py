@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from mismatch_hooks.schema.enums import Origin, PlanOutcome, PolicyRole, RebindCost
+from mismatch_hooks.schema.enums import DeterminismLevel, Origin, PlanOutcome, PolicyRole, RebindCost
 from mismatch_hooks.schema.factor import MismatchFactor, ReferenceImplementation
 from mismatch_hooks.schema.freeze import FrozenMapping
 
@@ -45,6 +45,12 @@ class Candidate:
     reference: ReferenceImplementation | None
     reason: str
 
+    @property
+    def repeats(self) -> tuple[Mapping[str, str], ...]:
+        """The environments that the chosen reference is repeated under; none where it claims less."""
+        topology = DeterminismLevel.STABLE_ACROSS_TOPOLOGY
+        return self.factor.repeats if self.reference and self.reference.determinism is topology else ()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -72,6 +78,10 @@ class Plan:
         return 2 + added if added else 0
 
     @property
-    def passes_with_restoration_proof(self) -> int:
-        """``passes`` plus one native repeat a role, which proves determinism and restoration."""
-        return self.passes + 2 if self.passes else 0
+    def passes_with_proofs(self) -> int:
+        """``passes``, one repeat of the origin a role, which proves determinism and restoration, and all repeats.
+
+        Where a reference claims to be stable across topologies, it is repeated under each environment, once a role.
+        """
+        repeats = sum(len(case.repeats) * len(case.factor.switch.roles) for case in self.cases)
+        return self.passes + 2 + repeats if self.passes else 0

@@ -41,14 +41,17 @@ class Binding:
         role: the side that is bound.
         choices: factor id to ``Choice``, or to the value of a sweep; a factor that is not named stays native.
         parameters: factor id to the plain parameters of its reference (rope theta), one truth for both roles.
+        environment: variables that every process of the engine has set while the binding is put in place and held.
     """
 
     role: PolicyRole
     choices: Mapping[str, Value] = field(default_factory=FrozenMapping)
     parameters: Mapping[str, Mapping[str, object]] = field(default_factory=FrozenMapping)
+    environment: Mapping[str, str] = field(default_factory=FrozenMapping)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "choices", FrozenMapping(self.choices))
+        object.__setattr__(self, "environment", FrozenMapping(self.environment))
         object.__setattr__(self, "parameters", FrozenMapping(self.parameters))
 
     @property

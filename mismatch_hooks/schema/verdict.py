@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from mismatch_hooks.schema.contract import ComparisonIssue
 from mismatch_hooks.schema.enums import Diagnosis, ExecutionPath, GateName, NoiseFloor, Origin
 from mismatch_hooks.schema.freeze import FrozenMapping, SchemaError
 
@@ -88,6 +89,7 @@ class Verdict:
         gates: all four, in order.
         arms: the arms that were read; empty when a gate blocked.
         effects: one per arm that is not all native; empty when a gate blocked.
+        issues: fields of the two sides' contracts of this operator that break their comparison rule.
         tokens: active tokens scored.
         passes: scoring passes spent, repeats included.
         seconds: wall time spent.
@@ -104,6 +106,7 @@ class Verdict:
     gates: tuple[Gate, ...]
     arms: tuple[ArmReading, ...] = ()
     effects: tuple[PairedEffect, ...] = field(default=())
+    issues: tuple[ComparisonIssue, ...] = ()
     tokens: int
     passes: int
     seconds: float

@@ -129,12 +129,23 @@ def render_verdict(verdict: Mapping[str, Any], *, step: int | None = None) -> Re
     for name, gate in verdict["gates"].items():
         mark = Text("ok", style="green") if gate["ok"] else Text("BLOCKED", style="bold red")
         after.add_row(f"gate {name}", Text.assemble(mark, f"  {gate['reason']}"))
+    if verdict.get("issues"):
+        after.add_row("contracts", "; ".join(_issue(issue) for issue in verdict["issues"]))
     if verdict.get("recommendation"):
         after.add_row("do", Text(verdict["recommendation"], style="bold"))
     if verdict.get("paths"):
         after.add_row("paths", _paths(verdict["paths"]))
     after.add_row("spent", _spent(verdict))
     return Panel(Group(*parts, "", after), title=Text(title), title_align="left", padding=(0, 1))
+
+
+def _issue(issue: Mapping[str, Any]) -> str:
+    sides = ", ".join(f"{side} {_absent(value)}" for side, value in issue["values"].items())
+    return f"{issue['path']} {issue['rule']}: {sides}"
+
+
+def _absent(value: Any) -> str:
+    return "has none" if value is None else str(value)
 
 
 def render_arms(arms: Mapping[str, Mapping[str, Any]], effects: Mapping[str, Mapping[str, Any]]) -> RenderableType:

@@ -41,7 +41,7 @@ def render_plan(document: Mapping[str, Any]) -> RenderableType:
     head = Text(
         f"from {document['origin']}, {_words(document['noise_floor'])}, {_words(document['model_family'])}: "
         f"{len(document['cases'])} factors, {document['passes']} passes "
-        f"({document['passes_with_restoration_proof']} with the proof of restoration)"
+        f"({document['passes_with_proofs']} with the proofs)"
     )
     cases = _table("", "factor", "reference", "passes", "arms")
     for number, case in enumerate(document["cases"], start=1):

@@ -2,7 +2,8 @@
 
 Written against vllm 0.32 (``RowParallelLinear.forward``, which leaves its part unreduced where ``reduce_results`` is
 off) and megatron-core 0.16 (``RowParallelLinear.forward``, likewise where ``explicit_expert_comm`` is on). The product
-is the engine's own, and so is the all-gather: no process group is handled here.
+is the engine's own, and so is the all-gather. Only a pass that is repeated under another environment gathers over a
+process group made here, since a communicator reads its variables once, when it is built.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,7 @@ def sites(factor: str, role: PolicyRole, model: Any, parameters: Mapping[str, ob
         factor: ``"gemm.forward_reduce"``.
         role: which engine ``model`` belongs to.
         model: vLLM's model module on this rank, or the ``GPTModel``.
-        parameters: nothing of them is needed.
+        parameters: ``repeated_under`` of them, the variables of a repeat; every rank gets the same.
 
     Raises:
         BindingError: nothing is reduced over ranks, or a layer reduces in a way that the tree does not cover.
@@ -36,6 +37,9 @@ def sites(factor: str, role: PolicyRole, model: Any, parameters: Mapping[str, ob
     layers, paths = _LINEARS[role]
     first, rest = layers.split(".")
     found: list[PatchSite] = []
+    variables = parameters.get("repeated_under", {})
+    if not isinstance(variables, Mapping):
+        raise BindingError(f"repeated_under: got {variables!r}; accepts variables and their values.")
     for index, layer in enumerate(getattr(getattr(model, first), rest)):
         if type(layer).__name__ == "PPMissingLayer":  # another pipeline stage has it
             continue
@@ -48,7 +52,7 @@ def sites(factor: str, role: PolicyRole, model: Any, parameters: Mapping[str, ob
                     site=f"{layers}.*.{path}: all-reduce",
                     owner=linear,
                     name="forward",
-                    build=_tree(role, linear),
+                    build=_tree(role, linear, variables),
                     calls_per_forward=1,
                 )
             )
@@ -88,10 +92,11 @@ def _at(layer: Any, path: str) -> Any:
     return layer
 
 
-def _tree(role: PolicyRole, linear: Any) -> Callable[[_Forward], _Forward]:
+def _tree(role: PolicyRole, linear: Any, variables: Mapping[str, str]) -> Callable[[_Forward], _Forward]:
     from mismatch_hooks.references.reduction import tree_sum
 
     flag, unreduced = _UNREDUCED[role]
+    repeated = _group_under(role, linear, variables) if variables else None
 
     def build(original: _Forward) -> _Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -101,13 +106,50 @@ def _tree(role: PolicyRole, linear: Any) -> Callable[[_Forward], _Forward]:
             finally:
                 setattr(linear, flag, not unreduced)
             part = returned[0] if isinstance(returned, tuple) else returned
-            parts = _gathered(role, linear, part).chunk(_ranks(linear), dim=-1)
+            if repeated is None:
+                parts = _gathered(role, linear, part).chunk(_ranks(linear), dim=-1)
+            else:
+                parts = _gathered_over(repeated, part)
             total = tree_sum(parts)
             return (total, *returned[1:]) if isinstance(returned, tuple) else total
 
         return forward
 
     return build
+
+
+# By role and variables: the engine's own group and the one that was made like it in their environment.
+_REPEATED: dict[tuple[PolicyRole, tuple[tuple[str, str], ...]], tuple[Any, Any]] = {}
+
+
+def _group_under(role: PolicyRole, linear: Any, variables: Mapping[str, str]) -> Any:
+    """The group of the same ranks, built while ``variables`` are in force; entered by every rank of it."""
+    import torch.distributed as dist
+
+    own = linear.tp_group if role is PolicyRole.TRAINING else _rollout_group()
+    key = role, tuple(sorted(variables.items()))
+    found = _REPEATED.get(key)
+    if found is None or found[0] is not own:
+        ranks = dist.get_process_group_ranks(own)
+        made = dist.new_group(ranks, backend=dist.get_backend(own), use_local_synchronization=True)
+        found = _REPEATED[key] = (own, made)
+    return found[1]
+
+
+def _rollout_group() -> Any:
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return get_tp_group().device_group
+
+
+def _gathered_over(group: Any, part: Any) -> Sequence[Any]:
+    """Every rank's part, in the order of ranks; carries no gradient, since a repeat only scores."""
+    import torch
+    import torch.distributed as dist
+
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, part.detach().contiguous(), group=group)
+    return parts
 
 
 def _gathered(role: PolicyRole, linear: Any, part: Any) -> Any:

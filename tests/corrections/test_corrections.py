@@ -4,10 +4,14 @@ Most rules have tests of their own where the code is. Here each is driven once m
 that none of the numbers can be lost.
 """
 
+import builtins
 import math
 import re
 import struct
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ import pytest
 import torch
 
 from mismatch_hooks.cli import main
-from mismatch_hooks.live.registry import load_registry
+from mismatch_hooks.live.registry import GROUP, load_registry
 from mismatch_hooks.model_meta.shapes import shape_from_config
 from mismatch_hooks.pipeline.contracts import (
     compare_contracts,
@@ -28,6 +32,7 @@ from mismatch_hooks.pipeline.contracts import (
 from mismatch_hooks.pipeline.diagnose import diagnose_from_aligned, diagnose_from_native, diagnose_sweep
 from mismatch_hooks.pipeline.discover import unmet_prerequisites
 from mismatch_hooks.pipeline.metrics import from_lists, measure
+from mismatch_hooks.pipeline.score import read_arms
 from mismatch_hooks.pipeline.verify import shards_complete
 from mismatch_hooks.schema.contract import CollectiveContract, ComparisonRule, KnownEquivalence, OperatorContract
 from mismatch_hooks.schema.enums import (
@@ -62,6 +67,7 @@ from tests.pipeline.samples import (
     score,
     shard,
 )
+from tests.tiny_engines import TinyEngines
 
 BITWISE, SEMANTIC = ComparisonRule.MUST_MATCH_BITWISE, ComparisonRule.MUST_MATCH_SEMANTICALLY
 NOISE = np.random.default_rng(0).normal(0.0, 0.05, (12, 128))
@@ -109,15 +115,77 @@ def test_correction_03_determinism_is_ordered_as_it_is_declared() -> None:
     assert DeterminismLevel.NONE < DeterminismLevel.STABLE_ACROSS_RUNS < DeterminismLevel.STABLE_ACROSS_TOPOLOGY
 
 
-def test_correction_04_a_factors_file_is_named_after_the_last_segment_of_its_id() -> None:
-    root = Path(__file__).parents[2] / "operator_checks"
-    declared = {f"{path.parts[-3]}.{path.stem}" for path in root.glob("*/factors/*.py") if path.stem != "__init__"}
-    assert {factor for factor in load_registry().factors if factor in declared} == declared
+def _plugin(folder: Path, monkeypatch: pytest.MonkeyPatch, *, file: str, count: int = 1) -> None:
+    """An installed distribution whose one operator declares ``count`` factors, the first in ``file``."""
+    package = folder / "thirty_checks" / "probe"
+    (package / "factors").mkdir(parents=True)
+    for init in (folder / "thirty_checks", package, package / "factors"):
+        (init / "__init__.py").write_text("", encoding="utf-8")
+    (package / "adapter.py").write_text("", encoding="utf-8")
+    for index in range(count):
+        name = file if index == 0 else f"f{index}"
+        declared = _DECLARATION.format(name=f"f{index}")
+        (package / "factors" / f"{name}.py").write_text(declared, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(folder))
+    entry = EntryPoint(name="thirty", value="thirty_checks", group=GROUP)
+    monkeypatch.setattr("mismatch_hooks.live.registry.entry_points", lambda group: [entry])
 
 
-def test_correction_05_factors_are_declared_once_and_not_again_at_each_use() -> None:
-    first, again = load_registry(), load_registry()
-    assert all(first.factors[name] is again.factors[name] for name in first.factors)
+_DECLARATION = """
+import builtins
+from mismatch_hooks.schema.enums import Expansion, FactorCategory, PolicyRole
+from mismatch_hooks.schema.factor import CallSite, MismatchFactor, Switch
+
+builtins.mh_declared = getattr(builtins, "mh_declared", 0) + 1
+FACTOR = MismatchFactor(
+    id="probe.{name}",
+    category=FactorCategory.ENVIRONMENT,
+    question="?",
+    switch=Switch(path="probe.{name}", allowed=("native", 1), roles=(PolicyRole.ROLLOUT,)),
+    expansion=Expansion.VALUE_SWEEP,
+    call_sites=(CallSite(role=PolicyRole.ROLLOUT, name="x"),),
+)
+"""
+
+
+@pytest.fixture
+def fresh_plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing of an earlier test's plugin is imported, and the real registry is back afterwards."""
+    monkeypatch.delattr("builtins.mh_declared", raising=False)
+
+    def forget() -> None:
+        load_registry.cache_clear()
+        for name in [name for name in sys.modules if name.startswith("thirty_checks")]:
+            del sys.modules[name]
+
+    forget()
+    yield
+    monkeypatch.undo()
+    forget()
+
+
+@pytest.mark.parametrize(
+    ("file", "loads"), [pytest.param("f0", True, id="as the id"), pytest.param("other", False, id="another name")]
+)
+def test_correction_04_a_factors_file_is_named_after_the_last_segment_of_its_id(
+    file: str, loads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_plugins: None
+) -> None:
+    _plugin(tmp_path, monkeypatch, file=file)
+    found = load_registry()
+    assert ("probe.f0" in found.factors) is loads
+    if not loads:
+        assert "declares 'probe.f0'; its file and folder say 'probe.other'" in found.broken["thirty_checks.probe"]
+
+
+def test_correction_05_each_factor_is_declared_once_however_many_there_are_and_how_often_they_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_plugins: None
+) -> None:
+    _plugin(tmp_path, monkeypatch, file="f0", count=40)
+    found = load_registry()
+    found.select("all")
+    found.select("probe.*")
+    load_registry().select("probe.f7")
+    assert len(found.factors) == builtins.mh_declared == 40  # type: ignore[attr-defined]
 
 
 def test_correction_06_bitwise_and_semantic_are_two_rules() -> None:
@@ -185,6 +253,7 @@ def test_correction_10_a_proven_equivalence_suppresses_what_it_matches_and_nothi
 
 
 def test_correction_11_a_repeat_is_compared_and_changes_no_metric() -> None:
+    # Driven through an ablation in tests/live/test_ablation.py, and over real process groups in the gemm operator's.
     first = score(ROLLOUT, Choice.NATIVE)
     other = replace(first, shards=(shard(slices=((0, 0, (-1.0, -2.5)), WHOLE[1])),))
     before = first.shards
@@ -319,16 +388,40 @@ def test_correction_21_no_token_is_nan_and_never_a_perfect_zero() -> None:
         assert found.diagnosis is Diagnosis.INSUFFICIENT_EVIDENCE
 
 
-def test_correction_22_the_downcast_sweep_varies_the_points_and_the_head_is_a_factor_of_its_own() -> None:
+@pytest.mark.engine
+def test_correction_22_the_downcast_sweep_varies_the_points_and_the_head_is_a_factor_of_its_own(
+    llama_engines: TinyEngines,
+) -> None:
+    from mismatch_hooks.integrations.megatron.logprobs import token_logprobs
+
     factors = load_registry().factors
-    assert len(factors["logprob.precision_downcast"].switch.values) >= 3
+    sweep = factors["logprob.precision_downcast"]
+    model = llama_engines.models[TRAINING]
+    # A head whose logits are no bf16 values, so that storing them as such is a point of its own.
+    hook = model.output_layer.register_forward_hook(lambda *call: (call[2][0].float() * 1.0007, call[2][1]))
+    try:
+        ids = torch.arange(40).view(2, 20)
+        with torch.no_grad():
+            found = {point: token_logprobs(model, ids, write_back=str(point)) for point in sweep.switch.values}
+    finally:
+        hook.remove()
+    # No two points give the same values: each really writes back somewhere else.
+    assert len({tuple(values.flatten().tolist()) for values in found.values()}) == len(found) == 4
     assert factors["logprob.head_dtype"].expansion is Expansion.STANDARD_FOUR
-    assert factors["logprob.head_dtype"].switch.path != factors["logprob.precision_downcast"].switch.path
+    assert factors["logprob.head_dtype"].switch.path != sweep.switch.path
 
 
-def test_correction_23_an_arm_is_chosen_by_its_name() -> None:
-    assert ROPE.arms[Arm.TRAINING_REFERENCE_ONLY] == {ROLLOUT: Choice.NATIVE, TRAINING: Choice.REFERENCE}
-    assert [Arm("both_native"), Arm("both_reference")] == [Arm.BOTH_NATIVE, Arm.BOTH_REFERENCE]
+@pytest.mark.parametrize("faulty", Arm)
+def test_correction_23_an_arm_is_patched_by_its_name_and_no_other_one_moves(faulty: Arm) -> None:
+    # Whatever the order in which arms are listed, what is read as an arm is the two passes that its name says.
+    bound = faulty.choices
+    found = {key: replace(one, shards=(shard(slices=WHOLE),)) for key, one in passes().items()}
+    rollout = (ROLLOUT, bound[ROLLOUT])
+    found[rollout] = replace(found[rollout], shards=(shard(slices=((0, 0, (-1.5, -2.0)), WHOLE[1])),))
+    tokens, readings = read_arms(ROPE, found, SEQUENCES, **EPSILONS)
+    moved = {arm for arm in Arm if np.any(tokens[arm].dlogp)}
+    assert moved == {arm for arm in Arm if arm.choices[ROLLOUT] is bound[ROLLOUT]}
+    assert {reading.arm for reading in readings if reading.metrics["dlogp_max"] == 0.5} == moved
 
 
 def _aligned(both: float, rollout_native: float, training_native: float, reference: float = 0.0) -> Diagnosis:

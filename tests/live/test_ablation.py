@@ -1,16 +1,21 @@
 """One ablation over fake engines: which passes run, what is not reached, and what each origin concludes."""
 
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mismatch_hooks.live.ablation import AblationResult, ablate
+from mismatch_hooks.live.execution import execution_of
 from mismatch_hooks.live.passes import CapturedBatch
-from mismatch_hooks.live.registry import load_registry
+from mismatch_hooks.live.registry import Registry, load_registry
 from mismatch_hooks.pipeline.bind import BindingError
 from mismatch_hooks.pipeline.plan import plan
 from mismatch_hooks.schema.enums import (
+    Arm,
     Choice,
+    DeterminismLevel,
     Diagnosis,
     ExecutionPath,
     NoiseFloor,
@@ -20,6 +25,7 @@ from mismatch_hooks.schema.enums import (
     Value,
 )
 from mismatch_hooks.schema.plan import Candidate
+from mismatch_hooks.schema.readback import Unobservable
 from mismatch_hooks.schema.score import Binding, Score, ScoringSequence, SwitchState, WeightsDigest
 from tests.fake_engines import FACTOR, FakeEngine
 from tests.live.test_hooks import SHAPE
@@ -35,8 +41,8 @@ SEQUENCES = tuple(
 )
 
 
-def _candidate(name: str) -> Candidate:
-    factor = load_registry().factors[name]
+def _candidate(name: str, registry: Registry | None = None) -> Candidate:
+    factor = (registry or load_registry()).factors[name]
     reference = factor.references[-1] if factor.references else None
     return Candidate(factor=factor, outcome=PlanOutcome.PLANNED, reference=reference, reason="")
 
@@ -56,6 +62,7 @@ def _ablate(
     sides: tuple[FakeEngine, FakeEngine], *factors: str, origin: Origin = Origin.NATIVE, **changes: Any
 ) -> AblationResult:
     rollout, training = sides
+    registry: Registry = changes.pop("registry", load_registry())
     batch = CapturedBatch(
         sequences=SEQUENCES,
         rollout_logprobs=[rollout.logprobs(one, Choice.NATIVE) for one in SEQUENCES],
@@ -66,15 +73,23 @@ def _ablate(
             "weights", {side: WeightsDigest(role=side, version="1", tensors={"a": "1"}) for side in PolicyRole}
         ),
     )
+    engines = {ROLLOUT: rollout, TRAINING: training}
+    execution = execution_of(
+        SEQUENCES,
+        {role: engine.read_back() for role, engine in engines.items()},
+        batch.weights,
+        shape=SHAPE,
+        origin=origin,
+    )
     return ablate(
-        plan([_candidate(name) for name in factors], origin=origin),
+        plan([_candidate(name, registry) for name in factors], origin=origin),
         batch,
-        engines={ROLLOUT: rollout, TRAINING: training},
-        registry=load_registry(),
+        engines=engines,
+        registry=registry,
         shape=SHAPE,
         noise_floor=NoiseFloor.PRODUCTION,
         pitfalls=(),
-        fingerprint="f",
+        execution=execution,
         timeout_s=10.0,
         **changes,
     )
@@ -197,3 +212,105 @@ def test_a_factor_that_does_not_fit_a_live_model_leaves_the_others_their_verdict
     refused, judged = sorted(_ablate(sides, FACTOR, "norm.rmsnorm").verdicts, key=lambda one: one.factor, reverse=True)
     assert (refused.diagnosis, refused.reason) == (Diagnosis.VARIANT_DID_NOT_APPLY, "this norm is of another kind.")
     assert judged.diagnosis is Diagnosis.CAUSED_BY_ROLLOUT_SIDE
+
+
+@dataclass(slots=True)
+class Coupled(FakeEngine):
+    """Rollout's native rope is off; so is training's reference, until training's norm is on its reference too."""
+
+    def logprobs(self, sequence: ScoringSequence, choice: Value) -> list[float]:
+        exact = super(Coupled, self).logprobs(sequence, Choice.REFERENCE)
+        norm = Choice.NATIVE if self.bound is None else self.bound.choices.get("norm.rmsnorm", Choice.NATIVE)
+        off = choice is Choice.NATIVE if self.side is ROLLOUT else choice is not Choice.NATIVE and norm is Choice.NATIVE
+        stream = np.random.default_rng([*sequence.response_token_ids, len(self.side.value)])
+        moved = np.array(exact) + off * 0.1 * stream.standard_normal(len(exact))
+        values: list[float] = moved.astype(np.float32).tolist()
+        return values
+
+
+def test_a_coupled_factor_is_scored_with_each_other_one_and_the_partner_is_named() -> None:
+    result = _ablate((Coupled(side=ROLLOUT), Coupled(side=TRAINING)), FACTOR, "norm.rmsnorm")
+    verdict = next(one for one in result.verdicts if one.factor == FACTOR)
+    assert verdict.diagnosis is Diagnosis.COUPLED_WITH_OTHER_FACTORS
+    assert "With the reference of another factor beside it the mismatch does fall: norm.rmsnorm: mean" in verdict.reason
+    assert [arm.arm for arm in verdict.arms] == [*Arm, "both_reference+norm.rmsnorm"]
+    assert verdict.arms[-1].metrics["dlogp_max"] == 0.0
+    assert verdict.passes == 6
+    alone = _ablate((Coupled(side=ROLLOUT), Coupled(side=TRAINING)), FACTOR)
+    assert [arm.arm for one in alone.verdicts for arm in one.arms] == [*Arm]
+
+
+def test_without_time_a_pair_is_named_and_not_scored() -> None:
+    sides = (Coupled(side=ROLLOUT), Coupled(side=TRAINING))
+    result = _ablate(sides, FACTOR, "norm.rmsnorm", budget_s=0.0)
+    verdict = next(one for one in result.verdicts if one.factor == FACTOR)
+    assert verdict.diagnosis is Diagnosis.COUPLED_WITH_OTHER_FACTORS
+    assert verdict.reason.endswith("No time was left to score it with norm.rmsnorm.")
+    assert [arm.arm for arm in verdict.arms] == [*Arm]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        pytest.param({}, "No effective-config readback from training: the engine reports no setting", id="readback"),
+        pytest.param({"model.dtype": "bfloat16"}, "No library versions from training: no installed", id="libraries"),
+        pytest.param(
+            {"library.x": "1", "model.rope.inverse_frequency_last": Unobservable(reason="two tables")},
+            "No position cache from training: two tables.",
+            id="the factor's own",
+        ),
+    ],
+)
+def test_a_verdict_is_blocked_where_evidence_that_it_needs_was_not_seen(settings: dict[str, Any], words: str) -> None:
+    sides = (FakeEngine(side=ROLLOUT), FakeEngine(side=TRAINING, settings=settings))
+    (verdict,) = _ablate(sides, FACTOR, origin=Origin.ALIGNED).verdicts
+    assert verdict.diagnosis is Diagnosis.INSUFFICIENT_EVIDENCE
+    assert words in verdict.reason
+    (clear,) = _ablate(_sides(), FACTOR, origin=Origin.ALIGNED).verdicts
+    assert clear.diagnosis is Diagnosis.NOT_THIS_FACTOR
+
+
+def test_what_the_two_sides_contracts_do_not_share_is_on_the_verdict() -> None:
+    other = {**FakeEngine(side=TRAINING).settings, "model.rope.theta": 5e5, "model.rope.fused": True}
+    sides = (FakeEngine(side=ROLLOUT), FakeEngine(side=TRAINING, settings=other))
+    (verdict,) = _ablate(sides, FACTOR).verdicts
+    (issue,) = verdict.issues  # whether it is fused is what the factor is about, and is recorded
+    assert (issue.path, issue.values) == ("extra.theta", {ROLLOUT: 1e4, TRAINING: 5e5})
+    (same,) = _ablate(_sides(), FACTOR).verdicts
+    assert same.issues == ()
+
+
+def _repeating() -> Registry:
+    """The registry, with a rope reference that claims the same bits in every topology."""
+    registry = load_registry()
+    factor = registry.factors[FACTOR]
+    claim = replace(factor.references[-1], determinism=DeterminismLevel.STABLE_ACROSS_TOPOLOGY)
+    claiming = replace(factor, references=(claim,), repeat_under={"ALGO": ("ring", "tree"), "PROTO": ("a",)})
+    return replace(registry, factors={**registry.factors, FACTOR: claiming})
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        pytest.param(0.0, Diagnosis.CAUSED_BY_BOTH_SIDES, id="it survives"),
+        pytest.param(1e-3, Diagnosis.REFERENCE_ITSELF_IS_BROKEN, id="it does not"),
+    ],
+)
+def test_a_reference_that_claims_every_topology_is_repeated_in_each(error: float, expected: Diagnosis) -> None:
+    sides = FakeEngine(side=ROLLOUT, native_error=0.1), FakeEngine(side=TRAINING, native_error=0.1)
+    sides[0].environment_error = error
+    result = _ablate(sides, FACTOR, origin=Origin.ALIGNED, registry=_repeating())
+    (verdict,) = result.verdicts
+    assert verdict.diagnosis is expected, verdict.reason
+    # Two combinations on each role, beside the four passes of the arms.
+    assert (verdict.passes, result.passes) == (8, 13)
+    if error:
+        assert "1 of 1 shards on rollout under ALGO=ring, PROTO=a; 1 of 1 shards on rollout under ALGO=tree" in (
+            verdict.reason
+        )
+    else:
+        # What was compared in a repeat is forgotten: the arms are those of the run's own environment.
+        (plain,) = _ablate(
+            (FakeEngine(side=ROLLOUT, native_error=0.1), sides[1]), FACTOR, origin=Origin.ALIGNED
+        ).verdicts
+        assert verdict.arms == plain.arms

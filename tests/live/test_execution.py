@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mismatch_hooks.live.execution import execution_of
+from mismatch_hooks.live.execution import execution_of, own_revision
 from mismatch_hooks.schema.enums import Origin, PolicyRole
 from mismatch_hooks.schema.environment import EnvironmentFingerprint, ExecutionFingerprint, ReuseKey
 from mismatch_hooks.schema.identity import ComparisonIdentity
@@ -19,6 +19,7 @@ SETTINGS = {
     "library.numpy": "2.0",
     "environment.NCCL_ALGO": "Ring",
     "engine.device": "cpu",
+    "engine.driver": "580.1",
     "operator.norm.implementation": "RMSNorm",
     "parallel.tensor": 2,
     "parallel.tensor.backend": "gloo",
@@ -38,8 +39,10 @@ def execution(**changes: Any) -> ExecutionFingerprint:
 
 def test_everything_that_was_read_back_is_in_it() -> None:
     found = execution()
-    assert found.environment.libraries == {"numpy": "2.0"}
-    assert found.environment.determinism == {"environment.NCCL_ALGO": "Ring"}
+    assert found.environment.libraries == {"rollout:numpy": "2.0", "training:numpy": "2.0"}
+    assert found.environment.determinism == {f"{role.value}:environment.NCCL_ALGO": "Ring" for role in PolicyRole}
+    assert found.environment.driver == "rollout: 580.1, training: 580.1"
+    assert found.environment.own_revision == own_revision() != ""
     assert found.implementations[TRAINING]["norm"] == "RMSNorm"
     assert found.collectives[ROLLOUT][0] == "embedding: all_reduce over 2 by gloo"
     assert found.identity.position_ids == ((1, 2), (1, 2, 3))
@@ -64,6 +67,32 @@ def test_it_moves_with_every_input(changes: dict[str, Any]) -> None:
     assert execution(**changes).digest != execution().digest
 
 
+# Another value of each field of the identity of SEQUENCES, of the lengths that the others have.
+_OTHER_IDENTITY: dict[str, Any] = {
+    "prompt_ids": ((1,), (2,)),
+    "response_ids": ((2, 3), (4, 5, 7)),
+    "active_mask": ((True, True), (True, True, True)),
+    "position_ids": ((0, 1), (1, 2, 3)),
+    "rollout_group": (5, 5),
+    "group_size": 0,
+    "batch_placement": ((0, 1), (0, 0)),
+    "sampled_in": (True, False),
+}
+
+
+def test_the_rollouts_of_one_prompt_are_one_group() -> None:
+    assert (execution().identity.rollout_group, execution().identity.group_size) == ((0, 0), 2)
+    three = (*SEQUENCES, replace(SEQUENCES[0], prompt_token_ids=(9,)))
+    found = execution(sequences=three).identity
+    assert (found.rollout_group, found.group_size) == ((0, 0, 2), 0)
+
+
+def test_two_installations_are_two_entries() -> None:
+    other = {TRAINING: readback(TRAINING, {"library.numpy": "1.26"}), ROLLOUT: readback(ROLLOUT, SETTINGS)}
+    found = execution(readbacks=other).environment.libraries
+    assert found == {"training:numpy": "1.26", "rollout:numpy": "2.0"}
+
+
 @pytest.mark.parametrize("record", ["identity", "environment", ""], ids=["identity", "environment", "execution"])
 def test_it_moves_with_every_field(record: str) -> None:
     whole = execution()
@@ -73,7 +102,7 @@ def test_it_moves_with_every_field(record: str) -> None:
         if isinstance(value, str):
             other: Any = value + "x"
         elif isinstance(part, ComparisonIdentity):
-            continue  # fields whose lengths depend on each other: see the tokens above
+            other = _OTHER_IDENTITY[one.name]
         elif isinstance(part, EnvironmentFingerprint):
             other = {**value, "more": "1"}
         elif one.name in ("identity", "environment"):

@@ -1,5 +1,6 @@
 """Replacing parts of a live engine: in effect inside only, counted, and put back whatever happens."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from mismatch_hooks.pipeline.bind import (
     RestoreError,
     Site,
     StateSite,
+    held_environment,
     patched,
     read_switches,
 )
@@ -348,3 +350,13 @@ def test_a_swept_value_is_told_from_another_value_and_from_the_reference() -> No
         assert _status(4, [site])[0] == 4
         assert _status(2, [site])[:2] == (4, SwitchStatus.FELL_BACK)
         assert _status(Choice.REFERENCE, [site])[:2] == (4, SwitchStatus.FELL_BACK)
+
+
+def test_environment_variables_are_held_for_the_length_of_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MH_SET", "before")
+    monkeypatch.delenv("MH_UNSET", raising=False)
+    with pytest.raises(KeyError), held_environment({"MH_SET": "inside", "MH_UNSET": "inside"}):
+        assert (os.environ["MH_SET"], os.environ["MH_UNSET"]) == ("inside", "inside")
+        raise KeyError
+    assert os.environ["MH_SET"] == "before"
+    assert "MH_UNSET" not in os.environ

@@ -148,4 +148,4 @@ def test_a_plan_runs_cheap_switches_first_and_drops_nothing() -> None:
     made = plan(given, origin=Origin.NATIVE)
     assert [case.factor.id for case in made.cases] == ["a.a", "b.b", "c.c"]
     assert [case.factor.id for case in made.left_out] == ["x.x", "y.y"]
-    assert (made.passes, made.passes_with_restoration_proof) == (8, 10)
+    assert (made.passes, made.passes_with_proofs) == (8, 10)

@@ -185,7 +185,7 @@ def test_a_shape_names_its_traits() -> None:
 
 def test_an_empty_plan_costs_no_pass() -> None:
     nothing = Plan(origin=Origin.NATIVE, cases=(), left_out=())
-    assert (nothing.passes, nothing.passes_with_restoration_proof) == (0, 0)
+    assert (nothing.passes, nothing.passes_with_proofs) == (0, 0)
 
 
 def test_ordered_enums_are_declared_in_order() -> None:

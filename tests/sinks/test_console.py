@@ -51,6 +51,16 @@ def test_a_blocked_verdict_shows_no_arms_and_the_gates_reason(capsys: pytest.Cap
     assert "both_native" not in text
 
 
+def test_contracts_that_differ_are_shown_with_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    issues = [
+        {"path": "extra.epsilon", "rule": "must match semantically", "values": {"rollout": 1e-6, "training": 1e-5}},
+        {"path": "collectives[1].op", "rule": "must match semantically", "values": {"rollout": None, "training": "x"}},
+    ]
+    text = " ".join(shown(capsys, Event(type="verdict", step=20, payload=verdict(issues=issues))).split())
+    assert "contracts extra.epsilon must match semantically: rollout 1e-06, training 1e-05;" in text
+    assert "rollout has none, training x" in text.replace("│ │ ", "")
+
+
 def test_differences_between_the_sides_are_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
     path = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl"
     differences = [

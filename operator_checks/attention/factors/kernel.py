@@ -20,6 +20,7 @@ FACTOR = MismatchFactor(
         CallSite(role=PolicyRole.ROLLOUT, name="model.layers.*.self_attn.attn.impl"),
         CallSite(role=PolicyRole.TRAINING, name="decoder.layers.*.self_attention.core_attention"),
     ),
+    required_evidence=("model shape",),
     pitfalls=("dropout_active", "weights_differ"),
     recommendation=(
         "Check on the {side} side that scores are scaled by 1 / sqrt(head dim), and that scores, softmax and sums stay "

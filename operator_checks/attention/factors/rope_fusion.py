@@ -1,5 +1,6 @@
 """Does the implementation of the rotary embedding make rollout and training disagree?"""
 
+from mismatch_hooks.schema.contract import DEFAULT_RULES, ComparisonRule
 from mismatch_hooks.schema.enums import ExecutionPath, FactorCategory, PolicyRole, ReferenceAuthority
 from mismatch_hooks.schema.factor import (
     CallSite,
@@ -41,6 +42,9 @@ FACTOR = MismatchFactor(
         CallSite(role=PolicyRole.TRAINING, name="decoder.layers.*.self_attention: apply_rotary_pos_emb"),
     ),
     prerequisites=Prerequisites(model_traits=("rope",)),
+    # Fused or not is what the factor is about: it is recorded, as an implementation is.
+    comparison_rules={"extra.fused": ComparisonRule.RECORD_ONLY, **DEFAULT_RULES},
+    required_evidence=("model shape", "position cache"),
     pitfalls=("positions_shifted", "weights_differ"),
     recommendation=(
         "Compare model.rope.* in the readback of the {side} side with the model file first (theta, scaling); "

@@ -20,6 +20,7 @@ FACTOR = MismatchFactor(
         CallSite(role=PolicyRole.ROLLOUT, name="model.embed_tokens"),
         CallSite(role=PolicyRole.TRAINING, name="embedding.word_embeddings"),
     ),
+    required_evidence=("vocab shard map",),
     pitfalls=("weights_differ",),
     recommendation=(
         "A lookup changes no bit of the table, so look for what the {side} side does to the row afterwards: a scale "

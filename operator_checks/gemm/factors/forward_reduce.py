@@ -1,6 +1,6 @@
 """Does the all-reduce behind the row-parallel linears make rollout and training disagree?"""
 
-from mismatch_hooks.schema.enums import ExecutionPath, FactorCategory, PolicyRole, ReferenceAuthority
+from mismatch_hooks.schema.enums import DeterminismLevel, ExecutionPath, FactorCategory, PolicyRole, ReferenceAuthority
 from mismatch_hooks.schema.factor import (
     CallSite,
     MismatchFactor,
@@ -20,9 +20,13 @@ FACTOR = MismatchFactor(
             name="fixed_tree",
             authority=ReferenceAuthority.SELF_WRITTEN,
             covers_paths=tuple(ExecutionPath),
+            determinism=DeterminismLevel.STABLE_ACROSS_TOPOLOGY,
             verified_on="CPU; not run on a GPU yet",
         ),
     ),
+    required_evidence=("collective contract",),
+    # NCCL reads these when a communicator is built, so the adapter builds one in each. Other backends read neither.
+    repeat_under={"NCCL_ALGO": ("Ring", "Tree")},
     call_sites=(
         CallSite(role=PolicyRole.ROLLOUT, name="model.layers.*.self_attn.o_proj: all-reduce"),
         CallSite(role=PolicyRole.ROLLOUT, name="model.layers.*.mlp.down_proj: all-reduce"),

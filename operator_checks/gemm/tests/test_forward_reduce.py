@@ -71,6 +71,20 @@ def test_the_factor_is_judged_with_both_engines_at_two_ranks(ranks: list[dict[st
     assert {bits for _, bits in found["effects"]} == {0}
 
 
+def test_the_tree_is_repeated_over_a_group_of_its_own_in_each_environment(ranks: list[dict[str, Any]]) -> None:
+    first, second = ranks
+    assert first["repeated"] == first["bound"]["shards"]
+    # Every trainer rank built one group for each value of NCCL_ALGO, and none has the variable any more.
+    assert first["groups"] == second["groups"] == [{"NCCL_ALGO": "Ring"}, {"NCCL_ALGO": "Tree"}]
+    assert first["variables_left"] == second["variables_left"] == []
+    # Four passes of the arms, and two repeats on each of two roles.
+    assert first["passes"] == 8
+
+
+def test_the_contracts_of_both_engines_name_the_same_collectives(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["issues"] == []
+
+
 def test_what_really_reduces_is_read_from_the_live_groups(ranks: list[dict[str, Any]]) -> None:
     assert [rank["implementation"] for rank in ranks] == ["gloo", "gloo"]
     # vLLM adds up in shared memory where its build for the processor has that, and by gloo elsewhere.

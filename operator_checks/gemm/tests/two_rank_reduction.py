@@ -5,6 +5,7 @@ argument rank 0 also builds a vLLM engine of two ranks on the same checkpoint an
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from mismatch_hooks.schema.freeze import thaw
 from mismatch_hooks.schema.score import Binding, ScoringSequence
 
 FACTOR = "gemm.forward_reduce"
+VARIABLES = {"NCCL_ALGO": "Ring"}
 TRAINING = PolicyRole.TRAINING
 SEQUENCES = tuple(
     ScoringSequence(
@@ -97,11 +99,18 @@ def main(rank: int, store: str, folder: Path, both: bool) -> None:
                 pass
         except RuntimeError as refused:
             found["refused"] = str(refused)
+        repeated = {FACTOR: {"repeated_under": VARIABLES}}
+        choices = {FACTOR: Choice.REFERENCE}
+        with leader.bind(Binding(role=TRAINING, choices=choices, parameters=repeated, environment=VARIABLES)):
+            found["repeated"] = thaw(leader.score(SEQUENCES).shards)
         found["after_refusal"] = thaw(leader.score(SEQUENCES).shards)
         if both:
             llm, verdict = ablated(leader, folder)
             found |= verdict
         leader.end()
+    # Counted on both ranks: one group for the pass above, and on the leader one for each repeat of the ablation.
+    found["groups"] = [dict(variables) for _, variables in reduce_sites._REPEATED]
+    found["variables_left"] = [name for name in VARIABLES if name in os.environ]
     after = [dict(vars(site.owner)) for site in reduce_sites.sites(FACTOR, TRAINING, model, {})]
     found["restored"] = all(
         before.keys() == now.keys() and all(before[name] is now[name] for name in before)
@@ -119,12 +128,11 @@ def native_of(factor: str) -> Binding:
 
 def ablated(leader: LeadingBackend, folder: Path) -> tuple[Any, dict[str, Any]]:
     """A vLLM engine of two ranks, and the factor's verdict with both engines at two."""
-    import os
-
     from vllm import LLM
 
     from mismatch_hooks.integrations.vllm import WORKER_EXTENSION, VllmBackend
     from mismatch_hooks.live.ablation import ablate
+    from mismatch_hooks.live.execution import execution_of
     from mismatch_hooks.live.passes import CapturedBatch
     from mismatch_hooks.live.planning import make_plan
     from mismatch_hooks.live.registry import load_registry
@@ -152,6 +160,8 @@ def ablated(leader: LeadingBackend, folder: Path) -> tuple[Any, dict[str, Any]]:
         role: [piece.logprobs for piece in engine.score(SEQUENCES).shards[0].slices] for role, engine in engines.items()
     }
     shape = shape_from_folder(folder)
+    weights = {role: engine.weights_digest() for role, engine in engines.items()}
+    readbacks = {role: engine.read_back() for role, engine in engines.items()}
     result = ablate(
         make_plan([FACTOR], load_registry(), engines, shape, Origin.NATIVE),
         CapturedBatch(
@@ -160,14 +170,14 @@ def ablated(leader: LeadingBackend, folder: Path) -> tuple[Any, dict[str, Any]]:
             training_logprobs=rows[TRAINING],
             epsilon_low=0.2,
             epsilon_high=0.2,
-            weights={role: engine.weights_digest() for role, engine in engines.items()},
+            weights=weights,
         ),
         engines=engines,
         registry=load_registry(),
         shape=shape,
         noise_floor=NoiseFloor.SHARDED_SINGLE_NODE,
         pitfalls=(),
-        fingerprint="f",
+        execution=execution_of(SEQUENCES, readbacks, weights, shape=shape, origin=Origin.NATIVE),
         timeout_s=60.0,
     )
     (verdict,) = result.verdicts
@@ -176,6 +186,8 @@ def ablated(leader: LeadingBackend, folder: Path) -> tuple[Any, dict[str, Any]]:
         "diagnosis": verdict.diagnosis.value,
         "reason": verdict.reason,
         "tokens": verdict.tokens,
+        "passes": verdict.passes,
+        "issues": thaw(verdict.issues),
         "effects": [(effect.arm, effect.bits_changed) for effect in verdict.effects],
         "rollout_implementation": engines[PolicyRole.ROLLOUT].read_back().effective("parallel.tensor.backend"),
     }

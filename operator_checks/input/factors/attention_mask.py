@@ -17,6 +17,7 @@ FACTOR = MismatchFactor(
         CallSite(role=PolicyRole.ROLLOUT, name="scoring.packing"),
         CallSite(role=PolicyRole.TRAINING, name="scoring.packing"),
     ),
+    required_evidence=("batch placement",),
     recommendation=(
         "Where training=unpacked is far lower than native, the trainer's rows leak: give the attention the boundaries "
         "of packed sequences (cu_seqlens, or a block-diagonal mask) and start positions anew at each. Where it differs "

@@ -22,6 +22,7 @@ FACTOR = MismatchFactor(
         CallSite(role=PolicyRole.TRAINING, name="rotary_pos_emb"),
     ),
     prerequisites=Prerequisites(model_traits=("rope",)),
+    required_evidence=("position cache",),
     pitfalls=("positions_shifted", "weights_differ"),
     recommendation=(
         "Look at how the {side} side numbers its tokens: positions start anew at every packed sequence, padding on the "

@@ -20,6 +20,7 @@ FACTOR = MismatchFactor(
         CallSite(role=PolicyRole.ROLLOUT, name="logits_processor: lm_head"),
         CallSite(role=PolicyRole.TRAINING, name="output_layer"),
     ),
+    required_evidence=("vocab shard map",),
     pitfalls=("weights_differ", "padded_vocabulary"),
     recommendation=(
         "Run the output head in fp32 on both sides or on neither: the {side} side departs from the fp32 head "

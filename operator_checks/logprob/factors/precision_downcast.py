@@ -6,11 +6,11 @@ from mismatch_hooks.schema.factor import CallSite, MismatchFactor, Switch
 FACTOR = MismatchFactor(
     id="logprob.precision_downcast",
     category=FactorCategory.OUTPUT_NUMERICS,
-    question="Does storing logits, log-softmax or log-probs in the model's dtype on the way cause the mismatch?",
+    question="Does storing logits, their log-sum-exp or log-probs in the model's dtype on the way cause the mismatch?",
     expansion=Expansion.VALUE_SWEEP,
     switch=Switch(
         path="scoring.write_back",
-        allowed=("native", "fp32", "logits", "log_softmax", "logprob"),
+        allowed=("native", "fp32", "logits", "logsumexp", "logprob"),
         roles=(PolicyRole.TRAINING,),
         channel=SettingChannel.SCORING_PASS,
     ),

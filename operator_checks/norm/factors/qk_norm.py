@@ -21,6 +21,7 @@ FACTOR = MismatchFactor(
         CallSite(role=PolicyRole.TRAINING, name="decoder.layers.*.self_attention.{q_layernorm,k_layernorm}"),
     ),
     prerequisites=Prerequisites(model_traits=("rmsnorm", "qk_norm")),
+    required_evidence=("model shape",),
     pitfalls=("weights_differ",),
     recommendation=(
         "Check that the {side} side normalises each head on its own, before rope, with the weights and rms_norm_eps of "

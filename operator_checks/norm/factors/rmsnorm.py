@@ -26,6 +26,7 @@ FACTOR = MismatchFactor(
         ),
     ),
     prerequisites=Prerequisites(model_traits=("rmsnorm",)),
+    required_evidence=("model shape",),
     pitfalls=("weights_differ",),
     recommendation=(
         "Compare model.norm.epsilon in the readback of the {side} side with rms_norm_eps in the model file first; if "

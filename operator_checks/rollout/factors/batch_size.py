@@ -15,6 +15,7 @@ FACTOR = MismatchFactor(
         channel=SettingChannel.SCORING_PASS,
     ),
     call_sites=(CallSite(role=PolicyRole.ROLLOUT, name="scoring.batch_size"),),
+    required_evidence=("batch placement",),
     recommendation=(
         "Where a batch size changes bits, the engine's kernels are not batch-invariant: bind references that are, or "
         "use the engine's batch-invariant operators where the device has them."

@@ -15,6 +15,7 @@ FACTOR = MismatchFactor(
         channel=SettingChannel.SCORING_PASS,
     ),
     call_sites=(CallSite(role=PolicyRole.TRAINING, name="scoring.micro_batch"),),
+    required_evidence=("batch placement",),
     recommendation=(
         "Where a micro-batch changes bits, padding or the number of rows reaches the kernels: compute log-probs with "
         "one micro-batch size throughout, and compare the padded width."

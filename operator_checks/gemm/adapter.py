@@ -106,7 +106,7 @@ def _rollout_linear(original: Callable[..., Any]) -> Callable[..., Any]:
     from mismatch_hooks.operator_checks.gemm.packed_weight import PackedWeight
     from mismatch_hooks.references.linear import linear
 
-    packed = PackedWeight(original)
+    packed = PackedWeight()
 
     def apply(layer: Any, x: Any, bias: Any = None) -> Any:
         return linear(x, packed.of(layer), bias, dtype=x.dtype)

@@ -15,13 +15,8 @@ class PackedWeight:
     empty) is read by multiplying identity rows, 1 · w plus zeros, which is exact, and kept until a load packs another.
     """
 
-    def __init__(self, native: Callable[..., Tensor]) -> None:
-        """Read nothing yet.
-
-        Args:
-            native: the layer's own product, ``(layer, rows, bias) -> rows``.
-        """
-        self._native = native
+    def __init__(self) -> None:
+        """Read nothing yet."""
         self._kernel: Callable[[], object] = lambda: None  # weakly: it owns a packed copy
         self._read: Tensor | None = None
 
@@ -33,5 +28,6 @@ class PackedWeight:
         if self._read is None or self._kernel() is not layer.cpu_linear:
             identity = torch.eye(layer.input_size_per_partition, dtype=layer.params_dtype, device=weight.device)
             self._kernel = weakref.ref(layer.cpu_linear)
-            self._read = self._native(layer, identity, None).T.contiguous()
+            # The kernel that owns the packed copy, not the layer's product: whatever stands there is under examination.
+            self._read = layer.cpu_linear(identity, weight, None).T.contiguous()
         return self._read

@@ -77,22 +77,24 @@ def test_from_aligned_both_engines_are_equal_to_the_bit_and_each_operator_is_tol
     """The floor is bitwise over mixed lengths, prefill and decode; then each operator alone is given back to native.
 
     What each native operator does was measured on its own in ``operator_checks``: the trainer's norm is the reference,
-    the rollout's is not; both activations round alike; rope and attention differ from the reference on either side.
+    the rollout's is not; both activations round alike; rope differs from the reference on either side. So does attention
+    on most processors; on one with AVX-512 bf16 instructions vLLM's kernel had the reference's bits on these tokens.
     """
     tiny: TinyEngines = request.getfixturevalue(engines)
     expected = {
         "activation.swiglu": Diagnosis.NOT_THIS_FACTOR,
-        "attention.kernel": Diagnosis.CAUSED_BY_BOTH_SIDES,
         "attention.rope_fusion": Diagnosis.CAUSED_BY_BOTH_SIDES,
         "embedding.lookup": Diagnosis.NOT_THIS_FACTOR,
         "norm.qk_norm": Diagnosis.CAUSED_BY_ROLLOUT_SIDE,
         "norm.rmsnorm": Diagnosis.CAUSED_BY_ROLLOUT_SIDE,
     }
-    result = ablate_tiny(tiny, list(expected), Origin.ALIGNED)
+    result = ablate_tiny(tiny, ["attention.kernel", *expected], Origin.ALIGNED)
     floor = {name: figures["bitwise_fraction"] for name, figures in result.paths.items()}
     assert floor == dict.fromkeys(
         ("cross_framework", "decode_against_prefill", "live_against_prefill", "training_rescore"), 1.0
     )
     found = {verdict.factor: verdict.diagnosis for verdict in result.verdicts}
+    attention = found.pop("attention.kernel")
+    assert attention in (Diagnosis.CAUSED_BY_BOTH_SIDES, Diagnosis.CAUSED_BY_TRAINING_SIDE)
     assert found == {factor: expected[factor] for factor in found}
-    assert len(found) == (6 if tiny.shape.qk_norm else 5)
+    assert len(found) == (5 if tiny.shape.qk_norm else 4)

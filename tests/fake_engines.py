@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mismatch_hooks.schema.enums import Choice, ExecutionPath, PolicyRole, RebindCost, Source, SwitchStatus, Value
+from mismatch_hooks.schema.environment import RequiredSetting
 from mismatch_hooks.schema.readback import Readback, Reading, Unobservable
 from mismatch_hooks.schema.score import (
     Binding,
@@ -49,6 +50,7 @@ class FakeEngine:
         drifts: every pass adds a little: not deterministic, or not restored.
         shards: replaces the shards of every pass.
         settings: what is read back, plain values or ``Unobservable``.
+        required: what it says has to be pinned.
         environment_error: what every token is off by while a binding holds environment variables.
     """
 
@@ -63,6 +65,7 @@ class FakeEngine:
     shards: Callable[[LogprobShard], tuple[LogprobShard, ...]] = lambda shard: (shard,)
     tensors: Mapping[str, str] = field(default_factory=lambda: {"model.layers.0.weight": "same"})
     settings: Mapping[str, Any] = field(default_factory=lambda: dict(_SETTINGS))
+    required: tuple[RequiredSetting, ...] = ()
     environment_error: float = 0.0
     writes: int = 0
     passes: int = 0
@@ -141,6 +144,9 @@ class FakeEngine:
             effective = Choice.REFERENCE
         status = SwitchStatus.APPLIED if effective is requested else SwitchStatus.FELL_BACK
         return (SwitchState(factor=FACTOR, rank=0, requested=requested, effective=effective, status=status),)
+
+    def required_settings(self, longest: int) -> tuple[RequiredSetting, ...]:
+        return self.required
 
     def read_back(self) -> Readback:
         self._maybe_fail("read_back")

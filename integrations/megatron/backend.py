@@ -21,6 +21,7 @@ from mismatch_hooks.integrations.megatron.mutations import MutationCounter
 from mismatch_hooks.integrations.megatron.observed_pass import ObservedPass, normalised_columns
 from mismatch_hooks.integrations.megatron.readback import model_readings
 from mismatch_hooks.integrations.megatron.readings import name_of
+from mismatch_hooks.integrations.megatron.required_settings import required_settings
 from mismatch_hooks.integrations.megatron.untouched import untouched
 from mismatch_hooks.integrations.megatron.weights import digest, digests, live_tensors
 from mismatch_hooks.live.activation_recorder import token_digests, traced_tokens
@@ -40,6 +41,7 @@ from mismatch_hooks.pipeline.bind import (
 )
 from mismatch_hooks.schema.activation import ActivationCapture
 from mismatch_hooks.schema.enums import Choice, ExecutionPath, PolicyRole, RebindCost, Source, Value
+from mismatch_hooks.schema.environment import RequiredSetting
 from mismatch_hooks.schema.readback import Readback, Reading, Unobservable
 from mismatch_hooks.schema.score import (
     Binding,
@@ -279,6 +281,10 @@ class MegatronBackend:
         return read_switches({factor: binding.choices[factor] for factor in sites}, sites, rank=rank) + switch_states(
             arguments, {}, rank=rank
         )
+
+    def required_settings(self, longest: int) -> tuple[RequiredSetting, ...]:
+        """Return what has to be pinned here for bits to mean something, however long the sequences are."""
+        return required_settings()
 
     def read_back(self) -> Readback:
         """Return the effective settings; where the vocabulary is padded, one short forward tells what is masked."""

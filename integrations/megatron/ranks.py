@@ -16,6 +16,7 @@ from mismatch_hooks.integrations.megatron.backend import MegatronBackend
 from mismatch_hooks.pipeline.bind import BindingError, RestoreError
 from mismatch_hooks.schema.activation import ActivationCapture
 from mismatch_hooks.schema.enums import ExecutionPath, PolicyRole, RebindCost
+from mismatch_hooks.schema.environment import RequiredSetting
 from mismatch_hooks.schema.readback import Readback
 from mismatch_hooks.schema.score import Binding, Score, ScoringSequence, SwitchState, WeightsDigest
 
@@ -161,6 +162,10 @@ class LeadingBackend:
     def switch_states(self, binding: Binding) -> tuple[SwitchState, ...]:
         """Return what the live model of every rank holds for each factor that ``binding`` names."""
         return tuple(state for states in self._on_all("switch_states", binding) for state in states)
+
+    def required_settings(self, longest: int) -> tuple[RequiredSetting, ...]:
+        """Those of the backend; every rank has the same."""
+        return self._rank.backend.required_settings(longest)
 
     def read_back(self) -> Readback:
         """Return the effective settings as the first rank reads them."""

@@ -19,6 +19,7 @@ from mismatch_hooks.integrations.vllm import (
 )
 from mismatch_hooks.integrations.vllm.prefix_cache import PrefixCacheWatch
 from mismatch_hooks.integrations.vllm.random_streams import random_streams_untouched
+from mismatch_hooks.integrations.vllm.required_settings import required_settings
 from mismatch_hooks.integrations.vllm.worker import WorkerExtension
 from mismatch_hooks.live.activation_recorder import token_digests, traced_tokens
 from mismatch_hooks.live.pass_arguments import switch_states
@@ -28,6 +29,7 @@ from mismatch_hooks.pipeline.bind import BindingError, RestoreError
 from mismatch_hooks.schema.activation import ActivationCapture
 from mismatch_hooks.schema.capture import RolloutSequence
 from mismatch_hooks.schema.enums import Choice, ExecutionPath, PolicyRole, RebindCost, Source
+from mismatch_hooks.schema.environment import RequiredSetting
 from mismatch_hooks.schema.freeze import thaw
 from mismatch_hooks.schema.readback import Readback, Reading, Unobservable
 from mismatch_hooks.schema.score import (
@@ -268,6 +270,10 @@ class VllmBackend:
         arguments = load_registry().pass_arguments(binding.choices)
         live = tuple(scoring_pass.switch_state(switch) for reply in replies for switch in reply["switches"])
         return live + switch_states(arguments, {}, rank=0)
+
+    def required_settings(self, longest: int) -> tuple[RequiredSetting, ...]:
+        """Return what has to be pinned here for bits to mean something; ``longest``: tokens of the longest sequence."""
+        return required_settings(longest)
 
     def read_back(self) -> Readback:
         """Return the effective settings of every worker, merged, and those of the engine around them."""

@@ -364,6 +364,9 @@ def _rollout(model: Any, runner: Any, config: Any) -> Settings:
         "rollout.chunked_prefill": Reading(
             effective=bool(scheduler.enable_chunked_prefill), source=Source.REQUESTED, where=resolved
         ),
+        "rollout.long_prefill_threshold": Reading(
+            effective=int(scheduler.long_prefill_token_threshold), source=Source.REQUESTED, where=resolved
+        ),
         "rollout.max_batched_tokens": _live(
             runner.max_num_tokens, "model runner", scheduler.max_num_batched_tokens, by
         ),

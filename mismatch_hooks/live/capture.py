@@ -40,6 +40,11 @@ class StepCapture:
         """Indices of the rollouts whose training log-probs have arrived, in order."""
         return sorted(self.training)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest rollout, prompt and response; 0 where there is none."""
+        return max((len(one.prompt_token_ids) + len(one.response_token_ids) for one in self.sequences), default=0)
+
     def training_row(self, index: int) -> tuple[float, ...]:
         """Return the training log-probs of one rollout as plain floats."""
         return tuple(self.training[index].tolist())

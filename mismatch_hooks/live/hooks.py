@@ -21,7 +21,7 @@ from mismatch_hooks.live.settings import with_digest, with_sampling
 from mismatch_hooks.live.tracing import trace_batch
 from mismatch_hooks.live.weights import WeightsWatch
 from mismatch_hooks.pipeline.bind import RestoreError
-from mismatch_hooks.pipeline.compare import differing_settings, not_as_requested
+from mismatch_hooks.pipeline.compare import differing_settings, not_as_requested, unpinned
 from mismatch_hooks.pipeline.guards import GuardInput, notes, tripped
 from mismatch_hooks.pipeline.metrics import MetricState, measure, merge
 from mismatch_hooks.schema.backend import ScoringBackend
@@ -417,8 +417,12 @@ class MismatchHooks:
     def _report_readback(self, step: int | None, rollout: Readback, training: Readback) -> None:
         differences = differing_settings(rollout, training)
         requests = {one.role: not_as_requested(one) for one in (training, rollout)}
+        longest = 0 if self._capture is None else self._capture.longest
+        loose = {
+            one.role: unpinned(one, self._engines[one.role].required_settings(longest)) for one in (training, rollout)
+        }
         payload = readback_payload(
-            rollout=rollout, training=training, differences=differences, not_as_requested=requests
+            rollout=rollout, training=training, differences=differences, not_as_requested=requests, unpinned=loose
         )
         self._emit("readback", step, payload)
 

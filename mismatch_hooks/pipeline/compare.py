@@ -1,5 +1,8 @@
 """Compare the settings of the two sides, those that must match first."""
 
+from collections.abc import Sequence
+
+from mismatch_hooks.schema.environment import RequiredSetting
 from mismatch_hooks.schema.readback import Readback, Unobservable
 
 # Different values here are a mismatch by themselves, whatever the metrics say; in the order in which they are shown.
@@ -36,6 +39,11 @@ def not_as_requested(readback: Readback) -> list[str]:
         for key, found in readback.settings.items()
         if not isinstance(found, Unobservable) and found.differs_from_request
     )
+
+
+def unpinned(readback: Readback, required: Sequence[RequiredSetting]) -> list[tuple[RequiredSetting, str]]:
+    """Return the settings that have to be pinned on this side and are not, each with one sentence."""
+    return [(setting, why) for setting in required if (why := setting.broken(readback))]
 
 
 def _differs(rollout: Readback, training: Readback, key: str) -> bool:

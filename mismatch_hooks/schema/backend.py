@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from mismatch_hooks.schema.enums import ExecutionPath, PolicyRole, RebindCost
+from mismatch_hooks.schema.environment import RequiredSetting
 from mismatch_hooks.schema.readback import Readback
 from mismatch_hooks.schema.score import Binding, Score, ScoringSequence, SwitchState, WeightsDigest
 
@@ -51,6 +52,10 @@ class ScoringBackend(Protocol):
 
     def switch_states(self, binding: Binding) -> tuple[SwitchState, ...]:
         """Return what the live objects hold for the factors that ``binding`` names; binds and scores nothing."""
+        ...
+
+    def required_settings(self, longest: int) -> tuple[RequiredSetting, ...]:
+        """Return what has to be pinned here for bits to mean something; ``longest``: tokens of the longest sequence."""
         ...
 
     def read_back(self) -> Readback:

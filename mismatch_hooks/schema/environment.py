@@ -19,8 +19,10 @@ class RequiredSetting:
         key: what a person sets (``"enable_chunked_prefill"``); what findings are reported under.
         readback: where the value in effect is read (``"rollout.chunked_prefill"``); what is looked up.
         channel: where it is set.
-        value: that it must have; None where bounds are given.
+        value: that it must have; None where bounds are given, or where any value will do that can be read.
         at_least: smallest integer that will do; None where a value is given.
+        only_where: readback key to a text that its effective value contains where this is required at all; everywhere
+            when empty.
         guards: id of the pitfall that it guards against.
     """
 
@@ -29,20 +31,26 @@ class RequiredSetting:
     channel: SettingChannel
     value: Any = None
     at_least: int | None = None
+    only_where: Mapping[str, str] = field(default_factory=FrozenMapping)
     guards: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "value", freeze(self.value))
-        if (self.value is None) == (self.at_least is None):
+        object.__setattr__(self, "only_where", FrozenMapping(self.only_where))
+        if self.value is not None and self.at_least is not None:
             raise SchemaError(f"RequiredSetting {self.key}: give value or at_least, and not both.")
         if self.at_least is not None and not _is_integer(self.at_least):
             raise SchemaError(f"RequiredSetting {self.key}: at_least is {self.at_least!r}; accepts an integer.")
 
     def broken(self, readback: Readback) -> str:
         """Return one sentence where the setting in effect will not do, else the empty string."""
+        if any(text not in str(readback.effective(key)) for key, text in self.only_where.items()):
+            return ""
         found = readback.effective(self.readback)
         if isinstance(found, Unobservable):
             return f"{self.key} on {readback.role.value} cannot be read ({found.reason})."
+        if self.value is None and self.at_least is None:
+            return ""
         if self.at_least is None:
             if type(found) is type(self.value) and found == self.value:
                 return ""

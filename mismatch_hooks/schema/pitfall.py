@@ -25,6 +25,7 @@ class GuardPlace(Enum):
     NOTE = "note on gate pitfalls_clear"
     EVIDENCE_COMPLETE = "gate evidence_complete"
     SHARDS_COMPLETE = "gate shards_complete"
+    READBACK = "row of the readback report"
     CAPTURE = "refused by the capture"
     BINDING = "refused by the binding"
 

@@ -41,7 +41,7 @@ class ConsoleSink:
 
     def __init__(self) -> None:
         self._summary = RunningSummary()
-        self._readback_shown: tuple[Any, Any] | None = None
+        self._readback_shown: tuple[Any, Any, Any] | None = None
 
     def open(self) -> None:
         """Need nothing."""
@@ -93,9 +93,10 @@ def render_event(event: Event) -> RenderableType | None:
         case "verdict":
             return render_verdict(event.payload, step=event.step)
         case "readback":
-            not_as_requested, differences = _readback_rows(event.payload)
+            not_as_requested, differences, unpinned = _readback_rows(event.payload)
             parts = [render_not_as_requested(not_as_requested)] if not_as_requested else []
             parts += [render_differences(differences)] if differences else []
+            parts += [render_unpinned(unpinned)] if unpinned else []
             return Group(*parts) if parts else None
         case "trace":
             causes = "".join(
@@ -178,8 +179,8 @@ def render_not_as_requested(settings: Sequence[Mapping[str, Any]]) -> Renderable
     return Group(head, table)
 
 
-def _readback_rows(payload: Mapping[str, Any]) -> tuple[Any, Any]:
-    return payload.get("not_as_requested", ()), payload.get("differences", ())
+def _readback_rows(payload: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    return payload.get("not_as_requested", ()), payload.get("differences", ()), payload.get("unpinned", ())
 
 
 def render_differences(differences: Sequence[Mapping[str, Any]]) -> RenderableType:
@@ -198,6 +199,12 @@ def render_differences(differences: Sequence[Mapping[str, Any]]) -> RenderableTy
     if more > 0:
         parts.append(Text(f"and {more} more, in the readback events", style="dim"))
     return Group(*parts)
+
+
+def render_unpinned(settings: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """Return the settings that bits depend on and that are not as they have to be, one sentence each."""
+    head = Text(f"{_count(len(settings), 'setting')} to pin, or bits may move by themselves:")
+    return Group(head, *(Text(f"  {one['why']}") for one in settings))
 
 
 def render_alert(alert: Mapping[str, Any], *, step: int | None = None) -> RenderableType:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mismatch_hooks.schema.enums import Arm, PolicyRole
+from mismatch_hooks.schema.environment import RequiredSetting
 from mismatch_hooks.schema.freeze import FrozenMapping, SchemaError, thaw
 from mismatch_hooks.schema.readback import Readback, Reading
 from mismatch_hooks.schema.verdict import Verdict
@@ -27,7 +28,7 @@ EVENT_TYPES: Mapping[str, str] = {
     "differing, rollout and training: {version, digest}}",
     "readback": "settings {key: {side: {effective, source, where, requested} or {unobservable}}}, "
     "differences [{key, training, rollout}], those that matter first, not_as_requested [{key, side, effective, source, "
-    "where, requested, requested_by}]",
+    "where, requested, requested_by}], unpinned [{key, side, readback, guards, why}]",
     "gate": "factor, origin, path, gate, ok, reason",
     "arm": "factor, origin, path, arm, metrics {name: value}",
     "verdict": "factor, origin, noise_floor, path, diagnosis, reason, recommendation, arms {arm: {metric: value}}, "
@@ -206,6 +207,7 @@ def readback_payload(
     training: Readback,
     differences: Sequence[str],
     not_as_requested: Mapping[PolicyRole, Sequence[str]] | None = None,
+    unpinned: Mapping[PolicyRole, Sequence[tuple[RequiredSetting, str]]] | None = None,
 ) -> dict[str, Any]:
     """Return the payload of a readback's event.
 
@@ -214,6 +216,7 @@ def readback_payload(
         training: the settings in effect on the training side.
         differences: keys that differ between the sides, those that matter first.
         not_as_requested: role to the keys whose effective value there is not the one that was asked for.
+        unpinned: role to the settings that have to be pinned there and are not, each with its sentence.
     """
     sides = {"training": training, "rollout": rollout}
     settings: dict[str, dict[str, Any]] = {}
@@ -230,6 +233,11 @@ def readback_payload(
             {"key": key, "side": role.value, **settings[key][role.value]}
             for role, keys in (not_as_requested or {}).items()
             for key in keys
+        ],
+        "unpinned": [
+            {"key": setting.key, "side": role.value, "readback": setting.readback, "guards": setting.guards, "why": why}
+            for role, found in (unpinned or {}).items()
+            for setting, why in found
         ],
     }
 

@@ -56,6 +56,8 @@ class Rollout:
                 # Every prompt fits into one pass: a prompt cut in two would rewind its request's generator, and one
                 # on a CPU cannot be rewound (vLLM 0.32: "CPU Generator does not use offset").
                 max_num_batched_tokens=max(2048, sequences * config.rollout.max_model_len),
+                # A pass that the scheduler may cut differs from itself: another cut, other bits.
+                enable_chunked_prefill=False,
                 enable_prefix_caching=config.rollout.prefix_caching,
                 kv_cache_memory_bytes=config.rollout.kv_cache_mib * 2**20,
                 # What the model's file recommends for chat is not what GRPO samples with.

@@ -77,8 +77,9 @@ def test_from_aligned_both_engines_are_equal_to_the_bit_and_each_operator_is_tol
     """The floor is bitwise over mixed lengths, prefill and decode; then each operator alone is given back to native.
 
     What each native operator does was measured on its own in ``operator_checks``: the trainer's norm is the reference,
-    the rollout's is not; both activations round alike; rope differs from the reference on either side. So does attention
-    on most processors; on one with AVX-512 bf16 instructions vLLM's kernel had the reference's bits on these tokens.
+    the rollout's is not; both activations round alike; rope differs from the reference on either side. So does
+    attention on most processors; on one with AVX-512 bf16 instructions
+    vLLM's kernel had the reference's bits on these tokens.
     """
     tiny: TinyEngines = request.getfixturevalue(engines)
     expected = {

@@ -13,7 +13,8 @@ import torch
 from mismatch_hooks import MismatchHooks, RolloutSequence, SamplingSettings
 from mismatch_hooks.live.config import ConfigError
 from mismatch_hooks.model_meta.shapes import shape_from_config
-from mismatch_hooks.schema.enums import Choice, PolicyRole
+from mismatch_hooks.schema.enums import Choice, PolicyRole, SettingChannel
+from mismatch_hooks.schema.environment import RequiredSetting
 from mismatch_hooks.schema.score import LogprobShard, ScoringSequence
 from tests.fake_engines import FACTOR, FakeEngine
 
@@ -393,3 +394,15 @@ def test_no_token_id_is_in_anything_that_was_written(tmp_path: Path) -> None:
     assert len(loop.events("verdict")) == 1
     written = "".join(file.read_text() for file in tmp_path.rglob("*") if file.is_file())
     assert not any(marker in written for marker in ("7171717", "8282828", "9393939"))
+
+
+def test_a_setting_that_is_not_pinned_is_streamed_with_the_readback(tmp_path: Path) -> None:
+    needed = RequiredSetting(
+        key="max_tokens", readback="fake.most", channel=SettingChannel.ENGINE_ARGUMENT, at_least=50, guards="x"
+    )
+    settings = {**FakeEngine(side=ROLLOUT).settings, "fake.most": 40}
+    loop = Loop(tmp_path, FakeEngine(side=ROLLOUT, settings=settings, required=(needed,)), FakeEngine(side=TRAINING))
+    loop.step(0)
+    why = "max_tokens on rollout is 40; it has to be 50 or more."
+    expected = {"key": "max_tokens", "side": "rollout", "readback": "fake.most", "guards": "x", "why": why}
+    assert [event["unpinned"] for event in loop.events("readback")] == [[expected]] * 2

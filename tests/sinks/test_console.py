@@ -75,6 +75,15 @@ def test_differences_between_the_sides_are_shown_once(capsys: pytest.CaptureFixt
     assert "CPUAttentionBackendImpl" in text
 
 
+def test_settings_to_pin_are_listed_with_the_readback(capsys: pytest.CaptureFixture[str]) -> None:
+    why = "enable_chunked_prefill on rollout is True; it has to be False."
+    event = Event(
+        type="readback", payload={"settings": {}, "unpinned": [{"key": "enable_chunked_prefill", "why": why}]}
+    )
+    text = shown(capsys, event, event)
+    assert text.count(f"1 setting to pin, or bits may move by themselves:\n  {why}\n") == 1
+
+
 def test_an_alert_says_what_happened_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, Event(type="alert", step=9, payload=alert()))
     assert "ALERT opened  step 9  clip_fraction rose from 0.011 to 0.21" in text

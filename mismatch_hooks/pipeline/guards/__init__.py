@@ -145,6 +145,13 @@ _ELSEWHERE = (
         GuardPlace.CAPTURE,
     ),
     _pitfall(
+        "prefill_was_split",
+        _POSITIVE,
+        "a re-score differs from itself on another day",
+        "the engine cut a prefill into pieces, and another cut gives other bits",
+        GuardPlace.READBACK,
+    ),
+    _pitfall(
         "packed_without_reset",
         _CONVENTION,
         "later sequences of a row differ",

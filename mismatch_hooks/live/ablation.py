@@ -5,43 +5,27 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mismatch_hooks.live.judging import as_the_run_is, judge
 from mismatch_hooks.live.pairs import with_pairs
 from mismatch_hooks.live.passes import CONVENTION, CapturedBatch, ScoringRun, Watched
 from mismatch_hooks.live.registry import Registry
 from mismatch_hooks.live.temperature_fit import temperature_sentences
-from mismatch_hooks.pipeline.bind import BindingError
-from mismatch_hooks.pipeline.contracts import compare_contracts, contract_of, repeats_differ
-from mismatch_hooks.pipeline.diagnose import (
-    Finding,
-    blocked,
-    diagnose_content,
-    diagnose_from_aligned,
-    diagnose_from_native,
-    diagnose_sweep,
-)
-from mismatch_hooks.pipeline.evidence import missing_evidence
 from mismatch_hooks.pipeline.metrics import from_lists, measure
-from mismatch_hooks.pipeline.report import report
-from mismatch_hooks.pipeline.score import ArmTokens, PassKey, read_arms, response_logprobs
-from mismatch_hooks.pipeline.verify import verify, verify_content
+from mismatch_hooks.pipeline.score import response_logprobs
 from mismatch_hooks.schema.backend import ScoringBackend
-from mismatch_hooks.schema.contract import ComparisonIssue
 from mismatch_hooks.schema.enums import (
-    Choice,
     Diagnosis,
     ExecutionPath,
     Expansion,
-    GateName,
     NoiseFloor,
     Origin,
     PolicyRole,
 )
 from mismatch_hooks.schema.environment import ExecutionFingerprint
-from mismatch_hooks.schema.factor import MismatchFactor
 from mismatch_hooks.schema.plan import Candidate, Plan
 from mismatch_hooks.schema.score import Score
 from mismatch_hooks.schema.shape import ModelShape
-from mismatch_hooks.schema.verdict import ArmReading, Gate, Verdict
+from mismatch_hooks.schema.verdict import Verdict
 
 _ROLES = (PolicyRole.ROLLOUT, PolicyRole.TRAINING)
 # Ends the id of a factor whose verdict with rollout decoding was not reached.
@@ -143,7 +127,9 @@ def ablate(
             # A temperature on one side blocks every factor but the one that measures just that.
             traps, said = ((), temperatures) if case.factor.id == CONVENTION else (temperatures, ())
             told = (*pitfalls, *traps), (*notes, *said)
-            verdict = _judge(case, run, first, noise_floor, *told, execution, plan.origin, path)
+            verdict = judge(case, run, first, noise_floor, *told, execution, plan.origin, path)
+            if plan.origin is Origin.ALIGNED and case.factor.live_arm is not None:
+                verdict = as_the_run_is(verdict, case.factor, run, native, paths)
             verdicts.append(verdict)
             if verdict.diagnosis is Diagnosis.COUPLED_WITH_OTHER_FACTORS:
                 coupled.append(case)
@@ -193,134 +179,6 @@ def _cases(
         examined = decode["dlogp_mean"] > paths["cross_framework"]["dlogp_mean"]
     four_arms = [case for case in plan.cases if case.factor.expansion is Expansion.STANDARD_FOUR]
     return cases + [(case, _DECODE) for case in four_arms if examined]
-
-
-def _judge(
-    case: Candidate,
-    run: ScoringRun,
-    before: Mapping[PolicyRole, Watched],
-    noise_floor: NoiseFloor,
-    pitfalls: Sequence[str],
-    notes: Sequence[str],
-    execution: ExecutionFingerprint,
-    origin: Origin,
-    path: ExecutionPath,
-) -> Verdict:
-    started = time.perf_counter()
-    batch, factor = run.batch, case.factor
-    readings: tuple[ArmReading, ...] = ()
-    watched: dict[PassKey, Watched] = {}
-    repeated = 0
-    try:
-        if factor.expansion is Expansion.CONTENT:
-            rollout, training = (batch.weights[role] for role in _ROLES)
-            gates = verify_content(rollout, training)
-            finding = blocked(gates) or diagnose_content(rollout, training, differing_since=batch.differing_since)
-        elif factor.id in run.refused:
-            raise BindingError(run.refused[factor.id])
-        else:
-            watched = _passes(factor, run, before, path)
-            passes = {key: one.score for key, one in watched.items()}
-            other_side = {key[0]: one.other_side for key, one in watched.items() if key[1] is not Choice.NATIVE}
-            missing = missing_evidence(factor, execution)
-            gates = verify(factor, passes, other_side, batch.sequences, pitfalls, notes, missing)
-            read = blocked(gates)
-            if read is None and path is _PREFILL:
-                repeated = len(case.repeats) * len(factor.switch.roles)
-                read = _diagnose_repeats(case, run, watched)
-            if read is None:
-                epsilons = {"epsilon_low": batch.epsilon_low, "epsilon_high": batch.epsilon_high}
-                arms, readings = read_arms(factor, passes, batch.sequences, **epsilons)
-                read = _diagnose(factor, origin, arms, **epsilons)
-            finding = read
-    except BindingError as refused:
-        gates = _refused(str(refused))
-        finding = Finding(diagnosis=Diagnosis.VARIANT_DID_NOT_APPLY, reason=str(refused))
-    return report(
-        factor,
-        finding,
-        gates=gates,
-        arms=readings,
-        origin=origin,
-        noise_floor=noise_floor,
-        path=path,
-        tokens=batch.tokens,
-        passes=len(watched) + repeated,
-        seconds=time.perf_counter() - started,
-        fingerprint=execution.digest,
-        issues=_issues(factor, execution),
-    )
-
-
-def _issues(factor: MismatchFactor, execution: ExecutionFingerprint) -> tuple[ComparisonIssue, ...]:
-    if not factor.contract:
-        return ()
-    rollout, training = (contract_of(execution.settings[role], factor.contract) for role in _ROLES)
-    return compare_contracts(rollout, training, factor.comparison_rules, factor.equivalences)
-
-
-def _diagnose_repeats(case: Candidate, run: ScoringRun, watched: Mapping[PassKey, Watched]) -> Finding | None:
-    """What follows where a reference that claims every topology gives other bits in another environment.
-
-    The arms are made of the passes in the run's own environment; a repeat is compared with those and forgotten.
-    """
-    broken = []
-    for role in case.factor.switch.roles if case.repeats else ():
-        first = watched[role, Choice.REFERENCE].score
-        repeats = {
-            ", ".join(f"{name}={value}" for name, value in environment.items()): run.repeat(
-                role, case.factor, environment
-            )
-            for environment in case.repeats
-        }
-        broken += [
-            f"{shards} of {len(first.shards)} shards on {role.value} under {environment}"
-            for environment, shards in repeats_differ(first, repeats).items()
-        ]
-    if not broken:
-        return None
-    reason = f"The reference claims the same bits in every topology and gives others: {'; '.join(broken)}."
-    return Finding(diagnosis=Diagnosis.REFERENCE_ITSELF_IS_BROKEN, reason=reason)
-
-
-def _passes(
-    factor: MismatchFactor, run: ScoringRun, before: Mapping[PolicyRole, Watched], path: ExecutionPath
-) -> dict[PassKey, Watched]:
-    """Score what the factor's arms need besides the origin, each once; the other role is looked at while one is off."""
-    watched = {
-        (role, run.at_origin(factor) if role in factor.switch.roles else Choice.NATIVE): before[role] for role in _ROLES
-    }
-    if path is _DECODE:  # training has one path, and its passes may be there from the factor's prefill
-        watched |= {key: one for key, one in run.seen.get(factor.id, {}).items() if key[0] is PolicyRole.TRAINING}
-    for bound in factor.arms.values():
-        for role, value in bound.items():
-            if (role, value) not in watched:
-                choices = {factor.id: value}
-                watched[role, value] = run.decode(choices) if path is _DECODE else run.score(role, choices)
-    run.seen[factor.id] = watched
-    return watched
-
-
-def _diagnose(
-    factor: MismatchFactor, origin: Origin, arms: Mapping[str, ArmTokens], *, epsilon_low: float, epsilon_high: float
-) -> Finding:
-    if factor.expansion is Expansion.VALUE_SWEEP:
-        return diagnose_sweep(arms, live=factor.live_arm, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
-    if origin is Origin.ALIGNED:
-        return diagnose_from_aligned(arms)
-    return diagnose_from_native(arms, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
-
-
-def _refused(reason: str) -> tuple[Gate, ...]:
-    # The other gates were never reached; "not measured" is not "ok".
-    return tuple(
-        Gate(
-            name=name,
-            ok=False,
-            reason=reason if name is GateName.SWITCH_EFFECTIVE else "Not reached: nothing was bound.",
-        )
-        for name in GateName
-    )
 
 
 def _prove_restored(run: ScoringRun, before: Mapping[PolicyRole, Watched]) -> None:

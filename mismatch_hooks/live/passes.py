@@ -115,9 +115,9 @@ class ScoringRun:
         """Whether the rollout engine can be made to decode given tokens."""
         return ExecutionPath.ROLLOUT_DECODE in self._engines[PolicyRole.ROLLOUT].paths
 
-    def native(self, role: PolicyRole) -> Score:
-        """Prefill the captured tokens on one engine as nobody touches it."""
-        return self.score(role, dict.fromkeys(self._at_origin(role), Choice.NATIVE)).score
+    def native(self, role: PolicyRole, choices: Mapping[str, Value] | None = None) -> Score:
+        """Score the captured tokens on one engine as nobody touches it, but for ``choices``; by prefill without any."""
+        return self.score(role, {**dict.fromkeys(self._at_origin(role), Choice.NATIVE), **(choices or {})}).score
 
     def repeat(self, role: PolicyRole, factor: MismatchFactor, environment: Mapping[str, str]) -> Score:
         """Score one role again with ``factor`` on its reference, built and run with ``environment`` in force."""

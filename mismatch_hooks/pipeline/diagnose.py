@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mismatch_hooks.pipeline.score import ArmTokens
+from mismatch_hooks.pipeline.score import ArmTokens, FloatArray
 from mismatch_hooks.pipeline.statistics import LEVEL, RELEVANT_SHARE, paired_effect
 from mismatch_hooks.schema.enums import Arm, Diagnosis, GateName, PolicyRole
 from mismatch_hooks.schema.factor import BASELINE
@@ -253,6 +253,32 @@ def diagnose_sweep(
         reason=f"A sweep measures and cannot attribute. {said}.",
         effects=tuple(ranked),
     )
+
+
+def diagnose_native_path(
+    finding: Finding, prefilled: FloatArray, as_live: FloatArray, arm: str, role: PolicyRole
+) -> Finding:
+    """Read a sweep from ALIGNED once more with nothing bound, where the live run has another value than a scoring pass.
+
+    References are the same bits on every path by construction, so from there alone no path could ever be named.
+
+    Args:
+        finding: of the sweep with every reference bound.
+        prefilled: ``[tokens]`` fp64, nats: active tokens as a native scoring pass gives them.
+        as_live: likewise with the live run's value.
+        arm: of the live run's value.
+        role: whose value it is.
+    """
+    moved = int(np.count_nonzero(prefilled != as_live))
+    if finding.diagnosis is not Diagnosis.NOT_THIS_FACTOR or not moved:
+        return finding
+    mean = float(np.abs(prefilled - as_live).mean())
+    reason = (
+        f"With every reference bound no value changes a bit. As nobody touches it, {arm} alone moves {moved} of "
+        f"{prefilled.size} tokens (mean |dlogp| {mean:.4f}), so the difference is inside the {role.value} side: in "
+        "operators of it that give other bits there."
+    )
+    return replace(finding, diagnosis=_ONE_SIDE[role], reason=reason)
 
 
 def diagnose_content(rollout: WeightsDigest, training: WeightsDigest, *, differing_since: int | None) -> Finding:

@@ -95,6 +95,11 @@ def read_arm(
     return tokens, ArmReading(arm=arm, metrics=state.finalize())
 
 
+def active_logprobs(score: Score, sequences: Sequence[ScoringSequence]) -> FloatArray:
+    """Return ``[tokens]`` fp64, nats: the active tokens of one score, in the order of an arm's."""
+    return _active(response_logprobs(score, sequences), [sequence.response_mask for sequence in sequences])
+
+
 def _active(rows: Sequence[Sequence[float]], masks: Sequence[Sequence[bool]]) -> FloatArray:
     return np.array(
         [value for row, mask in zip(rows, masks, strict=True) for value, keep in zip(row, mask, strict=True) if keep],

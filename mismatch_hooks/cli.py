@@ -114,7 +114,7 @@ def list_(
 def plan(
     operator: Annotated[str | None, typer.Option(help="Only this operator's factors.")] = None,
     factor: Annotated[str | None, typer.Option(help="Only this factor; an id or a glob.")] = None,
-    origin: Annotated[str, typer.Option(help="native or aligned.")] = "native",
+    origin: Annotated[str, typer.Option(help="aligned, native or both.")] = "aligned",
     noise_floor: Annotated[str, typer.Option(help="How noisy the run is.")] = "production",
     model_family: Annotated[str, typer.Option(help="dense, moe or large_moe.")] = "dense",
     model: Annotated[Path | None, typer.Option(help="A model's folder, to read its traits from.")] = None,
@@ -125,16 +125,23 @@ def plan(
     from mismatch_hooks.live.registry import load_registry
     from mismatch_hooks.schema.enums import ModelFamily, NoiseFloor, Origin
 
-    document = plan_factors(
-        load_registry(),
-        operator=operator,
-        factor=factor,
-        origin=_member(Origin, origin, "--origin"),
-        noise_floor=_member(NoiseFloor, noise_floor, "--noise-floor"),
-        family=_member(ModelFamily, model_family, "--model-family"),
-        model=model,
-    )
-    _print(document, "render_plan", as_json=as_json)
+    both = origin == "both"
+    plans = [
+        plan_factors(
+            load_registry(),
+            operator=operator,
+            factor=factor,
+            origin=one,
+            noise_floor=_member(NoiseFloor, noise_floor, "--noise-floor"),
+            family=_member(ModelFamily, model_family, "--model-family"),
+            model=model,
+        )
+        for one in ((Origin.ALIGNED, Origin.NATIVE) if both else (_member(Origin, origin, "--origin", "both"),))
+    ]
+    if both:
+        _print({"plans": plans}, "render_plans", as_json=as_json)
+    else:
+        _print(plans[0], "render_plan", as_json=as_json)
 
 
 @app.command()
@@ -244,16 +251,17 @@ def _shown(events: "Iterator[Event]") -> "Iterator[Event]":
         write(render_step(step, overhead={}))
 
 
-def _member(kind: type[_Member], given: str, option: str) -> _Member:
+def _member(kind: type[_Member], given: str, option: str, *also: str) -> _Member:
     from difflib import get_close_matches
 
     from mismatch_hooks.live.recipe import CallError
 
     known = {member.name.lower(): member for member in kind}
     if given not in known:
-        near = get_close_matches(given, list(known), n=1)
+        accepted = [*known, *also]
+        near = get_close_matches(given, accepted, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise CallError(f"{option}: got {given!r}; accepts {', '.join(known)}.{hint}")
+        raise CallError(f"{option}: got {given!r}; accepts {', '.join(accepted)}.{hint}")
     return known[given]
 
 

@@ -269,7 +269,7 @@ def test_what_is_shown_as_a_table_is_one_document_with_json(
         pytest.param(["plan", "--factor", "a.b"], "no factor matches 'a.b'; registered: ", id="factor"),
         pytest.param(
             ["plan", "--origin", "alligned"],
-            "--origin: got 'alligned'; accepts native, aligned. Did you mean 'aligned'?",
+            "--origin: got 'alligned'; accepts native, aligned, both. Did you mean 'aligned'?",
             id="origin",
         ),
         pytest.param(["plan", "--model", "/nowhere"], "/nowhere", id="model"),

@@ -106,6 +106,7 @@ def ablate(
     """
     started = time.perf_counter()
     run = ScoringRun(plan, batch, engines, registry, shape, timeout_s)
+    notes = (*notes, *_unbound(plan, run))
     verdicts: list[Verdict] = []
     not_reached: list[str] = []
     coupled: list[Candidate] = []
@@ -151,6 +152,11 @@ def ablate(
         least_seconds=seconds - sum(verdict.seconds for verdict in verdicts) + slowest,
         whole_seconds=seconds + len(not_reached) * slowest,
     )
+
+
+def _unbound(plan: Plan, run: ScoringRun) -> tuple[str, ...]:
+    refused = [case.factor.id for case in plan.background if case.factor.id in run.refused]
+    return tuple(f"{factor} is not on its reference at the origin: {run.refused[factor]}" for factor in refused)
 
 
 def _temperatures(run: ScoringRun, paths: Mapping[str, Mapping[str, float]]) -> tuple[str, ...]:

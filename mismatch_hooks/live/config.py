@@ -46,10 +46,13 @@ class HooksConfig(_Section):
     ablate_every: Annotated[int, Field(ge=0)] = 20  # steps; 0 = capture and metrics only
     sample_sequences: Annotated[int, Field(ge=1)] = 16  # sequences re-scored in an ablation; 10 or more can accuse
     time_budget: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 0.05  # share of wall time for ablation
-    origin: Literal["native", "aligned"] = "native"  # what every other factor is bound to while one is examined
+    # What all others are bound to while one factor is examined; aligned needs a reference for each of the operators.
+    origin: Literal["aligned", "native", "both"] = "aligned"
     factors: Literal["all"] | tuple[str, ...] = "all"  # ids or globs
     model_family: Literal["dense", "moe", "large_moe"] = "dense"
-    noise_floor: Literal["production"] = "production"
+    noise_floor: Literal["single_layer_anchor", "full_model_single_device", "sharded_single_node", "production"] = (
+        "production"
+    )
     sinks: tuple[SinkName, ...] = ("wandb", "jsonl", "console")
     wandb_project: str = "mismatch_hooks"  # used only when no W&B run is open already
     sink_timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0  # seconds a sink may hold the loop, once

@@ -22,6 +22,7 @@ from mismatch_hooks.live.tracing import trace_batch
 from mismatch_hooks.live.weights import WeightsWatch
 from mismatch_hooks.pipeline.bind import RestoreError
 from mismatch_hooks.pipeline.compare import differing_settings, not_as_requested, unpinned
+from mismatch_hooks.pipeline.floors import noise_above
 from mismatch_hooks.pipeline.guards import GuardInput, notes, tripped
 from mismatch_hooks.pipeline.metrics import MetricState, measure, merge
 from mismatch_hooks.schema.backend import ScoringBackend
@@ -101,9 +102,14 @@ class MismatchHooks:
         self._on_alert = on_alert
         self._rank, self._world_size, self._gather = rank, world_size, gather
         self._noise_floor = NoiseFloor[self._config.noise_floor.upper()]
+        self._refuse_noisier_run()
         self._registry = load_registry()
-        origin = Origin(self._config.origin)
-        self._plan = make_plan(self._config.factors, self._registry, self._engines, self._shape, origin)
+        origins = (Origin.ALIGNED, Origin.NATIVE) if self._config.origin == "both" else (Origin(self._config.origin),)
+        made = [
+            make_plan(self._config.factors, self._registry, self._engines, self._shape, origin) for origin in origins
+        ]
+        # Where aligned is not to be had, both are one.
+        self._plans = made if len({one.origin for one in made}) == len(made) else made[:1]
         self._no_ablation = "" if world_size == 1 else f"the trainer has {world_size} ranks; ablation runs on one"
         self._cadence = Cadence(every=self._config.ablate_every, budget=self._config.time_budget)
         self._weights = WeightsWatch(self._engines, layers=shape.layers)
@@ -129,6 +135,17 @@ class MismatchHooks:
         self._emit("run", None, self._opening())
         with self._ledger.guard("readback"):
             self._report_readback(None, *self._read_back())
+
+    def _refuse_noisier_run(self) -> None:
+        if self._noise_floor >= NoiseFloor.SHARDED_SINGLE_NODE:
+            return
+        readbacks = {role: engine.read_back() for role, engine in self._engines.items()}
+        noise = noise_above(self._noise_floor, self._shape, readbacks)
+        if noise:
+            raise ConfigError(
+                f"mismatch_hooks.noise_floor: got '{self._config.noise_floor}', and {noise}; name a later floor: "
+                f"{', '.join(floor.name.lower() for floor in NoiseFloor if floor > self._noise_floor)}."
+            )
 
     # ---- the three calls ------------------------------------------------------------------------------------------
 
@@ -307,33 +324,38 @@ class MismatchHooks:
     # ---- ablation -------------------------------------------------------------------------------------------------
 
     def _ablation_is_due(self, step: int) -> bool:
-        if self._no_ablation or not self._plan.cases:
+        if self._no_ablation or not self._plans[0].cases:
             return False
         return self._cadence.decide(step, elapsed_s=time.perf_counter() - self._started)
 
     def _ablate(self, step: int, capture: StepCapture) -> None:
         started = time.perf_counter()
-        result: AblationResult | None = None
+        results: list[AblationResult] = []
         try:
             with self._ledger.guard("ablation", step=step) as guarded:
-                result = self._run_ablation(capture)
-                self._not_reached = result.not_reached
-                first = [name.removesuffix(WHILE_DECODING) for name in result.not_reached]
-                self._plan = self._plan.starting_with(first)
-                self._publish(step, result)
+                self._not_reached = ()
+                allowance_s = self._cadence.allowance_s(elapsed_s=started - self._started)
+                for index, plan in enumerate(self._plans):
+                    left_s = allowance_s - (time.perf_counter() - started)
+                    result = self._run_ablation(plan, capture, budget_s=left_s)
+                    results.append(result)
+                    first = [name.removesuffix(WHILE_DECODING) for name in result.not_reached]
+                    self._plans[index] = plan.starting_with(first)
+                    self._not_reached = tuple(dict.fromkeys((*self._not_reached, *result.not_reached)))
+                    self._publish(step, result)
             if guarded.error is None and self._config.trace:
                 with self._ledger.guard("trace", step=step):
                     self._trace(step, capture)
         finally:
             cost = time.perf_counter() - started
             self._ablation_s += cost
-            around = 0.0 if result is None else cost - result.seconds
-            least, whole = (cost, cost) if result is None else (result.least_seconds, result.whole_seconds)
+            around = cost - sum(result.seconds for result in results)
+            least, whole = (sum(getattr(one, name) for one in results) for name in ("least_seconds", "whole_seconds"))
             self._cadence.record(cost, least_s=around + least, whole_s=around + whole)
         if isinstance(guarded.error, NotRestoredError | RestoreError):
             self._no_ablation = str(guarded.error)
 
-    def _run_ablation(self, capture: StepCapture) -> AblationResult:
+    def _run_ablation(self, plan: Plan, capture: StepCapture, *, budget_s: float) -> AblationResult:
         weights = self._weights.check_all(capture.step)
         chosen, sequences = capture.sample(self._config.sample_sequences)
         batch = CapturedBatch(
@@ -361,10 +383,10 @@ class MismatchHooks:
             weights_written=self._weights_written(capture),
             rollout_masks=[capture.sequences[index].response_mask for index in chosen],
             training_token_ids=capture.token_ids_of(chosen),
-            bits_expected=self._plan.origin is Origin.ALIGNED,
+            bits_expected=plan.origin is Origin.ALIGNED,
         )
         return ablate(
-            self._plan,
+            plan,
             batch,
             engines=self._engines,
             registry=self._registry,
@@ -377,10 +399,10 @@ class MismatchHooks:
                 {PolicyRole.ROLLOUT: rollout, PolicyRole.TRAINING: training},
                 weights,
                 shape=self._shape,
-                origin=self._plan.origin,
+                origin=plan.origin,
             ),
             timeout_s=self._config.scoring_timeout,
-            budget_s=self._cadence.allowance_s(elapsed_s=time.perf_counter() - self._started),
+            budget_s=budget_s,
         )
 
     def _trace(self, step: int, capture: StepCapture) -> None:
@@ -432,7 +454,7 @@ class MismatchHooks:
             "config": self._config.model_dump(mode="json"),
             "clip_range": [self._epsilon_low, self._epsilon_high],
             "model": self._shape,
-            "plan": _plan_payload(self._plan, self._no_ablation),
+            "plan": _plan_payload(self._plans, self._no_ablation),
             "fingerprints": {"thresholds": thresholds_fingerprint()},
         }
 
@@ -465,16 +487,18 @@ class _Accounted:
         self._hooks._hook_s += spent
 
 
-def _plan_payload(plan: Plan, off: str) -> dict[str, Any]:
+def _plan_payload(plans: Sequence[Plan], off: str) -> dict[str, Any]:
+    first = plans[0]
     return {
-        "origin": plan.origin,
-        "passes": plan.passes,
+        "origins": [plan.origin for plan in plans],
+        "fallback": first.fallback,
+        "passes": sum(plan.passes for plan in plans),
         "off": off,
         "cases": [
             {"factor": case.factor.id, "reference": case.reference.name if case.reference else ""}
-            for case in plan.cases
+            for case in first.cases
         ],
         "left_out": [
-            {"factor": case.factor.id, "outcome": case.outcome, "reason": case.reason} for case in plan.left_out
+            {"factor": case.factor.id, "outcome": case.outcome, "reason": case.reason} for case in first.left_out
         ],
     }

@@ -13,7 +13,7 @@ from packaging.specifiers import SpecifierSet
 from mismatch_hooks.live.registry import Registry, UnknownFactorError
 from mismatch_hooks.live.supported import ENGINES
 from mismatch_hooks.pipeline.discover import discover, unmet_prerequisites
-from mismatch_hooks.pipeline.plan import plan
+from mismatch_hooks.pipeline.plan import needed_operators, plan
 from mismatch_hooks.schema.enums import ModelFamily, NoiseFloor, Origin, PlanOutcome, PolicyRole, RebindCost
 from mismatch_hooks.schema.factor import MismatchFactor
 from mismatch_hooks.schema.freeze import thaw
@@ -111,11 +111,18 @@ def plan_factors(
 
     factors = choose(registry, operator=operator, factor=factor)
     traits = TRAITS[family] if model is None else shape_from_folder(model).traits
-    here = surroundings(factors, traits)
-    made = plan(discover(factors, here), origin=origin)
+    every = tuple(registry.factors.values())
+    here = surroundings(every, traits)
+    made = plan(
+        discover(factors, here),
+        origin=origin,
+        beside=discover(every, here) if origin is Origin.ALIGNED else (),
+        needed=needed_operators(traits, here.capabilities),
+    )
     row = threshold(family, noise_floor, routing_replay=False)
     return {
-        "origin": origin.value,
+        "origin": made.origin.value,
+        "fallback": made.fallback,
         "noise_floor": noise_floor.name.lower(),
         "model_family": family.value,
         "model_traits": list(here.model_traits),
@@ -132,6 +139,7 @@ def plan_factors(
             }
             for case in made.cases
         ],
+        "bound_beside": [one.factor.id for one in made.background],
         "left_out": [
             {
                 "factor": left.factor.id,

@@ -85,8 +85,9 @@ class ScoringRun:
         self._engines = engines
         self._registry = registry
         self._timeout_s = timeout_s
-        self._factors = [case.factor for case in plan.cases if case.factor.expansion is not Expansion.CONTENT]
-        self._parameters = {case.factor.id: _parameters(case, registry, shape) for case in plan.cases}
+        scored = [case for case in (*plan.cases, *plan.background) if case.factor.expansion is not Expansion.CONTENT]
+        self._factors = [case.factor for case in scored]
+        self._parameters = {case.factor.id: _parameters(case, registry, shape) for case in scored}
         self._aligned = plan.origin is Origin.ALIGNED
         # One factor that does not fit a live model must not keep the others from being bound together.
         self.refused = {factor.id: why for factor in self._factors if (why := self._refusal(factor))}
@@ -162,7 +163,7 @@ class ScoringRun:
 
 
 def _parameters(case: Candidate, registry: Registry, shape: ModelShape) -> Mapping[str, object]:
-    if case.factor.switch.channel is SettingChannel.SCORING_PASS or case.factor.expansion is Expansion.CONTENT:
+    if case.factor.switch.channel is SettingChannel.SCORING_PASS:
         return {}
     chosen = registry.adapter(case.factor.id).parameters(case.factor.id, shape)
     return {**chosen, "implementation": case.reference.name} if case.reference else chosen

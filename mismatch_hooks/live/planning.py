@@ -6,7 +6,7 @@ from mismatch_hooks.live.config import ConfigError
 from mismatch_hooks.live.overview import surroundings
 from mismatch_hooks.live.registry import Registry, UnknownFactorError
 from mismatch_hooks.pipeline.discover import discover
-from mismatch_hooks.pipeline.plan import plan
+from mismatch_hooks.pipeline.plan import needed_operators, plan
 from mismatch_hooks.schema.backend import ScoringBackend
 from mismatch_hooks.schema.enums import Origin, PolicyRole
 from mismatch_hooks.schema.plan import Plan
@@ -30,4 +30,11 @@ def make_plan(
     except UnknownFactorError as error:
         raise ConfigError(f"mismatch_hooks.factors: {error}") from None
     capabilities = {role: engine.capabilities for role, engine in engines.items()}
-    return plan(discover(chosen, surroundings(chosen, shape.traits, capabilities)), origin=origin)
+    every = tuple(registry.factors.values())
+    here = surroundings(every, shape.traits, capabilities)
+    return plan(
+        discover(chosen, here),
+        origin=origin,
+        beside=discover(every, here) if origin is Origin.ALIGNED else (),
+        needed=needed_operators(shape.traits, capabilities),
+    )

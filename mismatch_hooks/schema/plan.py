@@ -60,11 +60,15 @@ class Plan:
         origin: what the other factors are bound to.
         cases: what runs, in order.
         left_out: what does not, with the reason.
+        background: what is not examined and is on its reference all the same, from ALIGNED.
+        fallback: why the origin is not the one that was asked for; empty where it is.
     """
 
     origin: Origin
     cases: tuple[Candidate, ...]
     left_out: tuple[Candidate, ...]
+    background: tuple[Candidate, ...] = ()
+    fallback: str = ""
 
     def starting_with(self, factors: Sequence[str]) -> "Plan":
         """Return the same plan with the named factors first, the others in the order in which they were."""

@@ -90,6 +90,9 @@ def write(renderable: RenderableType) -> None:
 def render_event(event: Event) -> RenderableType | None:
     """Return what a person is shown of one event when it happens; None for what is only counted."""
     match event.type:
+        case "run":
+            fallback = event.payload.get("plan", {}).get("fallback", "")
+            return Text(f"Ablating from native: {fallback}.", style="yellow") if fallback else None
         case "verdict":
             return render_verdict(event.payload, step=event.step)
         case "readback":

@@ -22,8 +22,9 @@ VERSION = 1
 
 #: Type of event to the keys of its payload that readers use; a payload may hold more.
 EVENT_TYPES: Mapping[str, str] = {
-    "run": "state (started, finished, stopped, failed), config, fingerprints, plan {off, left_out [{factor, outcome, "
-    "reason}]}; at the end errors {cause: count}, missing {sink: steps}, paths {name: path}, ablation {off}",
+    "run": "state (started, finished, stopped, failed), config, fingerprints, plan {origins, fallback, off, left_out "
+    "[{factor, outcome, reason}]}; at the end errors {cause: count}, missing {sink: steps}, paths {name: path}, "
+    "ablation {off}",
     "step": "metrics {name: value}, host {name: value}: what the loop passed as host_metrics, weights {checked, "
     "differing, rollout and training: {version, digest}}",
     "readback": "settings {key: {side: {effective, source, where, requested} or {unobservable}}}, "

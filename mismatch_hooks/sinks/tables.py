@@ -51,10 +51,21 @@ def render_plan(document: Mapping[str, Any]) -> RenderableType:
     left = _table("left out", "outcome", "reason")
     for one in document["left_out"]:
         left.add_row(one["factor"], _words(one["outcome"]), one["reason"])
-    parts: list[RenderableType] = [head, "", cases]
+    parts: list[RenderableType] = [head]
+    if document["fallback"]:
+        parts.append(Text(f"not from aligned: {document['fallback']}", style="yellow"))
+    if document["bound_beside"]:
+        parts.append(Text(f"on their references beside them: {', '.join(document['bound_beside'])}", style="dim"))
+    parts += ["", cases]
     if document["left_out"]:
         parts += ["", left]
     return Group(*parts, *_broken(document))
+
+
+def render_plans(document: Mapping[str, Any]) -> RenderableType:
+    """Return one plan after the other."""
+    first, *rest = (render_plan(plan) for plan in document["plans"])
+    return Group(first, *(part for plan in rest for part in ("", plan)))
 
 
 def render_host(document: Mapping[str, Any]) -> RenderableType:

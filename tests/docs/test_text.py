@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mismatch_hooks.schema.contract import ComparisonRule
 from mismatch_hooks.schema.enums import Arm, Diagnosis, Expansion, GateName, NoiseFloor, Origin, PlanOutcome, PolicyRole
 
 ROOT = Path(__file__).parents[2]
@@ -18,15 +19,20 @@ def test_every_relative_link_names_a_file(text: Path) -> None:
     assert [link for link in links if not (text.parent / link).exists()] == []
 
 
-@pytest.mark.parametrize("words", [Arm, Diagnosis, GateName, NoiseFloor, Origin, PolicyRole])
+@pytest.mark.parametrize("words", [Arm, ComparisonRule, Diagnosis, GateName, NoiseFloor, Origin, PolicyRole])
 def test_the_concepts_name_every_word_of_a_vocabulary(words: type[Enum]) -> None:
     spelled = {word.name.lower() for word in words}
     assert spelled - _named() == set()
 
 
-def test_the_concepts_name_why_a_factor_is_not_examined_and_which_expansion_is_not_run() -> None:
-    unplanned = {outcome.value for outcome in PlanOutcome if outcome is not PlanOutcome.PLANNED}
-    assert unplanned | {Expansion.PAIRWISE.value} <= _named()
+def test_the_concepts_name_why_a_factor_is_not_examined() -> None:
+    assert {outcome.value for outcome in PlanOutcome if outcome is not PlanOutcome.PLANNED} <= _named()
+
+
+def test_the_concepts_have_a_row_for_every_expansion() -> None:
+    rows = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8").split("## Expansions")[1].split("## Paths")[0]
+    words = {"four arms" if one is Expansion.STANDARD_FOUR else one.value.replace("_", " ") for one in Expansion}
+    assert {row.split("|")[1].strip() for row in rows.splitlines() if row.startswith("| ")} - {"expansion"} == words
 
 
 def _named() -> set[str]:

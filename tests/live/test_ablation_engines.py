@@ -99,3 +99,10 @@ def test_from_aligned_both_engines_are_equal_to_the_bit_and_each_operator_is_tol
     assert attention in (Diagnosis.CAUSED_BY_BOTH_SIDES, Diagnosis.CAUSED_BY_TRAINING_SIDE)
     assert found == {factor: expected[factor] for factor in found}
     assert len(found) == (5 if tiny.shape.qk_norm else 4)
+
+
+def test_from_aligned_one_factor_alone_stands_on_the_same_exact_floor(llama_engines: TinyEngines) -> None:
+    result = ablate_tiny(llama_engines, ["attention.rope_fusion"], Origin.ALIGNED)
+    assert result.paths["cross_framework"]["bitwise_fraction"] == 1.0
+    (verdict,) = result.verdicts
+    assert verdict.diagnosis is Diagnosis.CAUSED_BY_BOTH_SIDES

@@ -110,10 +110,16 @@ def test_a_wrong_type_or_value_is_refused(key: str, given: Any, sentence: str) -
 @pytest.mark.parametrize(
     ("key", "given", "sentence"),
     [
-        pytest.param("origin", "natve", "accepts native, aligned. Did you mean 'native'?", id="near"),
-        pytest.param("origin", "both", "accepts native, aligned.", id="far"),
+        pytest.param("origin", "natve", "accepts aligned, native, both. Did you mean 'native'?", id="near"),
+        pytest.param("origin", "neither", "accepts aligned, native, both.", id="far"),
         pytest.param("model_family", "mo", "accepts dense, moe, large_moe. Did you mean 'moe'?", id="one of three"),
-        pytest.param("noise_floor", "single_layer_anchor", "accepts production.", id="a floor that cannot be chosen"),
+        pytest.param(
+            "noise_floor",
+            "producton",
+            "accepts single_layer_anchor, full_model_single_device, sharded_single_node, production. Did you mean "
+            "'production'?",
+            id="one of four",
+        ),
     ],
 )
 def test_a_word_that_is_not_accepted_is_refused_with_the_nearest(key: str, given: str, sentence: str) -> None:

@@ -406,3 +406,50 @@ def test_a_setting_that_is_not_pinned_is_streamed_with_the_readback(tmp_path: Pa
     why = "max_tokens on rollout is 40; it has to be 50 or more."
     expected = {"key": "max_tokens", "side": "rollout", "readback": "fake.most", "guards": "x", "why": why}
     assert [event["unpinned"] for event in loop.events("readback")] == [[expected]] * 2
+
+
+# ---- origins ------------------------------------------------------------------------------------------------------
+
+
+def test_both_origins_are_examined_side_by_side(two_steps: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mismatch_hooks.live.planning.needed_operators", lambda *_: ())
+    loop = two_steps(rollout={"native_error": 0.2}, config={"origin": "both"})
+    found = [(event["origin"], event["diagnosis"]) for event in loop.events("verdict")]
+    assert found == [("aligned", "caused_by_rollout_side"), ("native", "caused_by_rollout_side")]
+    opening = loop.events("run")[0]["plan"]
+    assert (opening["origins"], opening["fallback"]) == (["aligned", "native"], "")
+
+
+@pytest.mark.parametrize("origin", ["aligned", "both"])
+def test_where_aligned_is_not_to_be_had_the_run_is_from_native_and_says_why(origin: str, two_steps: Any) -> None:
+    loop = two_steps(config={"origin": origin})  # fake engines have one switch
+    assert [event["origin"] for event in loop.events("verdict")] == ["native"]
+    assert "operator.norm.implementation: " in loop.events("run")[0]["plan"]["fallback"]
+
+
+@pytest.mark.parametrize(
+    ("floor", "ranks", "words"),
+    [
+        pytest.param("single_layer_anchor", 1, "", id="one layer on one device"),
+        pytest.param(
+            "full_model_single_device", 2, "parallel.tensor on rollout is 2; name a later floor", id="two ranks"
+        ),
+        pytest.param("full_model_single_device", None, "parallel.tensor on rollout is not observable", id="unread"),
+        pytest.param("sharded_single_node", 2, "", id="sharded"),
+    ],
+)
+def test_a_noise_floor_that_the_run_is_not_on_is_refused(
+    floor: str, ranks: int | None, words: str, tmp_path: Path
+) -> None:
+    extra = {} if ranks is None else {"parallel.tensor": ranks}
+    sides = [
+        FakeEngine(side=role, settings={**FakeEngine(side=role).settings, **extra}) for role in (ROLLOUT, TRAINING)
+    ]
+    if words:
+        with pytest.raises(ConfigError, match=f"noise_floor: got '{floor}', and {words}"):
+            Loop(tmp_path, *sides, config={"noise_floor": floor})
+        return
+    loop = Loop(tmp_path, *sides, config={"noise_floor": floor})
+    for step in (0, 1):
+        loop.step(step)
+    assert loop.verdict()["noise_floor"] == floor

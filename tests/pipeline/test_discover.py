@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from mismatch_hooks.live.registry import load_registry
 from mismatch_hooks.pipeline.discover import discover
-from mismatch_hooks.pipeline.plan import plan
+from mismatch_hooks.pipeline.plan import needed_operators, plan
 from mismatch_hooks.schema.enums import Expansion, Origin, PlanOutcome, PolicyRole, RebindCost, ReferenceAuthority
 from mismatch_hooks.schema.factor import LibraryPin, MismatchFactor, Prerequisites, ReferenceImplementation
 from mismatch_hooks.schema.plan import Candidate, Surroundings
@@ -149,3 +150,48 @@ def test_a_plan_runs_cheap_switches_first_and_drops_nothing() -> None:
     assert [case.factor.id for case in made.cases] == ["a.a", "b.b", "c.c"]
     assert [case.factor.id for case in made.left_out] == ["x.x", "y.y"]
     assert (made.passes, made.passes_with_proofs) == (8, 10)
+
+
+def _planned(name: str, path: str, reference: ReferenceImplementation | None = FP32) -> Candidate:
+    outcome = PlanOutcome.SKIPPED if reference is None else PlanOutcome.PLANNED
+    factor = replace(ROPE, id=name, switch=replace(ROPE.switch, path=path))
+    return Candidate(factor=factor, outcome=outcome, reference=reference, reason="" if reference else "needs CUDA")
+
+
+def test_from_aligned_every_operator_of_the_model_is_on_its_reference_whatever_is_examined() -> None:
+    rope, norm, other = _planned("a.rope", "x.rope"), _planned("b.norm", "x.norm"), _planned("c.plugin", "x.plugin")
+    made = plan([rope], origin=Origin.ALIGNED, beside=[rope, norm, other], needed=["x.rope", "x.norm"])
+    assert (made.origin, made.fallback) == (Origin.ALIGNED, "")
+    assert [one.factor.id for one in made.background] == ["b.norm"]  # not examined, and no operator of the model: c
+    assert made.passes == 4
+    native = plan([rope], origin=Origin.NATIVE, beside=[rope, norm], needed=["x.rope", "x.norm"])
+    assert native.background == ()
+
+
+def test_where_an_operator_has_no_reference_the_plan_is_from_native_and_says_which() -> None:
+    rope, norm = _planned("a.rope", "x.rope"), _planned("b.norm", "x.norm", None)
+    made = plan([rope], origin=Origin.ALIGNED, beside=[rope, norm], needed=["x.rope", "x.norm", "x.moe"])
+    assert (made.origin, made.background) == (Origin.NATIVE, ())
+    assert made.fallback.endswith("some have none here (x.norm: needs CUDA; x.moe: no factor has it)")
+
+
+@pytest.mark.parametrize(
+    ("traits", "over_ranks", "present"),
+    [
+        pytest.param(("rmsnorm", "rope", "gated_mlp"), False, set(), id="Llama"),
+        pytest.param(("qk_norm",), False, {"operator.qk_norm.implementation"}, id="Qwen3"),
+        pytest.param(("moe",), False, {"operator.moe.router", "operator.moe.grouped_gemm"}, id="experts"),
+        pytest.param((), True, {"operator.linear.reduction"}, id="two ranks"),
+    ],
+)
+def test_what_aligned_needs_follows_from_the_model(
+    traits: tuple[str, ...], over_ranks: bool, present: set[str]
+) -> None:
+    cost = RebindCost.PER_REQUEST if over_ranks else RebindCost.PROCESS_GROUP_REBUILD
+    found = needed_operators(traits, {ROLLOUT: {"operator.linear.reduction": cost}})
+    always = {"operator.attention.kernel", "operator.linear.implementation", "operator.head.implementation"}
+    assert always <= set(found)
+    varying = {"operator.qk_norm.implementation", "operator.moe.router", "operator.moe.grouped_gemm"}
+    assert set(found) & (varying | {"operator.linear.reduction"}) == present
+    declared = {factor.switch.path for factor in load_registry().factors.values() if factor.references}
+    assert {path for path in found if not path.startswith("operator.moe.")} <= declared

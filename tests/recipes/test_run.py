@@ -173,7 +173,7 @@ def test_a_stopped_run_ends_within_seconds_and_leaves_no_process(
         ),
         pytest.param(
             [str(RECIPE / "tiny_llama.yaml"), "--set", "mismatch_hooks={enabled: true, origin: alligned}"],
-            "mismatch_hooks.origin: got 'alligned'; accepts native, aligned. Did you mean 'aligned'?\n",
+            "mismatch_hooks.origin: got 'alligned'; accepts aligned, native, both. Did you mean 'aligned'?\n",
             id="wrong value in the hooks' section",
         ),
         pytest.param(["none.yaml"], "none.yaml: no such file; give the path of a recipe's YAML file.\n", id="no file"),

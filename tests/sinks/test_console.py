@@ -26,6 +26,13 @@ def test_a_step_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(capsys, *events) == ""
 
 
+def test_a_run_that_cannot_be_aligned_says_so_at_its_start(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = {"off": "", "left_out": [], "fallback": "some operators have no reference here (x.norm: needs CUDA)"}
+    text = shown(capsys, Event(type="run", payload={"state": "started", "plan": plan}))
+    assert text == "Ablating from native: some operators have no reference here (x.norm: needs CUDA).\n"
+    assert shown(capsys, Event(type="run", payload={"state": "started", "plan": {**plan, "fallback": ""}})) == ""
+
+
 def test_a_verdict_of_the_path_that_decodes_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, Event(type="verdict", step=20, payload=verdict(path="rollout_decode")))
     assert "attention.rope_fusion · from native, rollout decodes · step 20" in text

@@ -16,11 +16,14 @@ def live(
     effective: Any, where: str, requested: Any = NOTHING_REQUESTED, requested_by: str = "", *, default: Any = None
 ) -> Reading:
     """Return what a live object holds, beside what was asked for; ``default`` is what its class takes unasked."""
-    # A wrong value that is the class default was most likely never set: say so where the value is read.
-    if default is not None and effective == default and requested not in (NOTHING_REQUESTED, effective):
-        where += "; equal to the class default"
+    # A wrong value that is the class default was never set; it is read from the live object all the same.
+    unset = default is not None and effective == default and requested not in (NOTHING_REQUESTED, effective)
     return Reading(
-        effective=effective, source=Source.LIVE_MODULE, where=where, requested=requested, requested_by=requested_by
+        effective=effective,
+        source=Source.CLASS_DEFAULT if unset else Source.LIVE_MODULE,
+        where=where,
+        requested=requested,
+        requested_by=requested_by,
     )
 
 

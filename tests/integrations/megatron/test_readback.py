@@ -130,7 +130,7 @@ def test_C19_a_rope_factor_left_at_its_default_is_marked(megatron: None) -> None
     model = build_model(LLAMA, model={"rope_scaling": True})
     factor = reading(model, "model.rope.scaling_factor", shape)
     assert (factor.requested, factor.requested_by, factor.effective) == (32.0, "model file", 8.0)
-    assert factor.where == "inverse frequencies of RotaryEmbedding; equal to the class default"
+    assert (factor.source, factor.where) == (Source.CLASS_DEFAULT, "inverse frequencies of RotaryEmbedding")
     last = reading(model, "model.rope.inverse_frequency_last", shape)
     assert last.effective == pytest.approx(2.2228e-5, rel=1e-4)
     assert last.requested == pytest.approx(5.557e-6, rel=1e-4)
@@ -172,7 +172,7 @@ def test_a_cached_rotary_table_outlives_its_frequencies_and_is_what_counts(llama
 def test_C19_an_epsilon_left_at_its_default_is_marked(megatron: None) -> None:
     found = reading(build_model(QWEN3, layernorm_epsilon=1e-5), "model.norm.epsilon", QWEN3)
     assert (found.requested, found.requested_by, found.effective) == (1e-6, "model file", 1e-5)
-    assert found.where == "9 modules of class RMSNorm; equal to the class default"
+    assert (found.source, found.where) == (Source.CLASS_DEFAULT, "9 modules of class RMSNorm")
     assert found.differs_from_request
 
 

@@ -5,6 +5,7 @@ Run by ``test_separate_engine_core.py`` with a checkpoint whose head is tied.
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,52 @@ from safetensors.torch import load_file, save_file
 
 from mismatch_hooks.integrations.vllm import FORCED_DECODE, WORKER_EXTENSION, VllmBackend
 from mismatch_hooks.integrations.vllm.weights import digest
+from mismatch_hooks.live.registry import load_registry
+from mismatch_hooks.pipeline.bind import CallCounter, PatchSite, patched
+from mismatch_hooks.pipeline.diagnose import blocked
+from mismatch_hooks.pipeline.score import PassKey
+from mismatch_hooks.pipeline.verify import verify
 from mismatch_hooks.schema.enums import Choice, ExecutionPath, PolicyRole
 from mismatch_hooks.schema.freeze import thaw
-from mismatch_hooks.schema.score import Binding, ScoringSequence
+from mismatch_hooks.schema.score import Binding, Score, ScoringSequence
 
 FACTOR = "attention.rope_fusion"
 ROPE = {"theta": 10000.0, "rotary_dim": 32, "scaling": {}, "implementation": "fp32"}
+
+
+def bound_in_the_parent(backend: VllmBackend, batch: list[ScoringSequence]) -> dict[str, Any]:
+    """C20, second half: the norm's reference stands in this process's class, which the engine core never sees."""
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    factor = load_registry().factors["norm.rmsnorm"]
+    ran = CallCounter()
+    here = PatchSite(
+        factor=factor.id,
+        site="",
+        owner=RMSNorm,
+        name="forward_native",
+        build=lambda original: original,
+        calls_per_forward=1,
+    )
+    native = backend.score(batch)
+    with patched([here], ran):
+        bound = backend.score(batch)
+        parameters = {factor.id: {"epsilon": 1e-5, "implementation": "fp32"}}
+        asked = Binding(role=PolicyRole.ROLLOUT, choices={factor.id: Choice.REFERENCE}, parameters=parameters)
+        states = backend.switch_states(asked)
+    evidence = replace(bound.evidence, switches=states)
+    passes: dict[PassKey, Score] = {
+        (PolicyRole.ROLLOUT, Choice.REFERENCE): replace(bound, evidence=evidence),
+        (PolicyRole.ROLLOUT, Choice.NATIVE): native,
+    }
+    gates = verify(factor, passes, {}, batch, ())
+    finding = blocked(gates)
+    return {
+        "calls_here": sum(count.observed for count in ran.counts([here], forwards=1, rank=0)),
+        "effective": [thaw(state.effective) for state in states],
+        "diagnosis": None if finding is None else finding.diagnosis.value,
+        "reason": None if finding is None else finding.reason,
+    }
 
 
 def main(folder: Path, scratch: Path) -> dict[str, Any]:
@@ -62,6 +103,7 @@ def main(folder: Path, scratch: Path) -> dict[str, Any]:
         found["evidence"] = thaw(backend.score(batch).evidence)
     found["native_again"] = thaw(backend.score(batch).shards)
     found["rope_again"] = backend.read_back().effective("operator.rope.implementation")
+    found["bound_in_the_parent"] = bound_in_the_parent(backend, batch)
     start = backend.mutation_count()
     for name, extra in (("without_head", False), ("with_head", True)):
         trained = {key: tensor * 1.25 for key, tensor in checkpoint.items()}

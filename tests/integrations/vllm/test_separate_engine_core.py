@@ -72,6 +72,14 @@ def test_activations_are_traced_there(found: dict[str, Any]) -> None:
     assert [len(one["digests"]) for module in traced["modules"] for one in module["sequences"]] == [11] * 24 + [10]
 
 
+def test_C20_a_patch_in_the_parent_of_an_engine_core_in_a_child_is_no_binding(found: dict[str, Any]) -> None:
+    parent = found["bound_in_the_parent"]
+    assert (parent["calls_here"], parent["effective"]) == (0, ["native"])
+    assert parent["diagnosis"] == "variant_did_not_apply"
+    assert "operator.norm.implementation on rollout rank 0: requested reference, effective native" in parent["reason"]
+    assert "No evidence from model.layers.*" in parent["reason"]
+
+
 def test_native_scores_are_bitwise_equal_before_and_after(found: dict[str, Any]) -> None:
     assert found["native_again"] == found["native"]
     assert found["rope_again"] == found["rope"] == "RotaryEmbedding.forward_cpu"

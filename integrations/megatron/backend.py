@@ -18,7 +18,7 @@ from mismatch_hooks.integrations.megatron.live_model import (
     require_tested_version,
 )
 from mismatch_hooks.integrations.megatron.mutations import MutationCounter
-from mismatch_hooks.integrations.megatron.observed_pass import ObservedPass, normalised_columns
+from mismatch_hooks.integrations.megatron.observed_pass import ObservedPass, normalised_columns, rows_given
 from mismatch_hooks.integrations.megatron.readback import model_readings
 from mismatch_hooks.integrations.megatron.readings import name_of
 from mismatch_hooks.integrations.megatron.required_settings import required_settings
@@ -116,6 +116,7 @@ class MegatronBackend:
         self._model = gpt_model(model)
         self._shape = shape
         self._own_logprobs = token_logprobs
+        self._rows_given: Reading | Unobservable | None = None
         self._micro_batch = micro_batch
         self._weight_version = weight_version or (lambda: "")
         self._sizes = parallel_sizes(self._model)
@@ -287,7 +288,11 @@ class MegatronBackend:
         return required_settings()
 
     def read_back(self) -> Readback:
-        """Return the effective settings; where the vocabulary is padded, one short forward tells what is masked."""
+        """Return the effective settings.
+
+        Where the vocabulary is padded, one short forward tells what is masked; of a loop's own log-prob function, one
+        tells once whether it packs rows.
+        """
         settings = model_readings(self._model, self._shape, self._rotated_with())
         scorer = self._own_logprobs
         name = "mismatch_hooks.integrations.megatron.token_logprobs" if scorer is None else name_of(scorer)
@@ -301,6 +306,7 @@ class MegatronBackend:
             effective=self._weight_version(), source=Source.REQUESTED, where="weight_version of MegatronBackend"
         )
         settings["model.vocab.logits_width"] = self._logits_width()
+        settings["training.logprobs.packing"] = self._packing()
         return Readback(role=self.role, settings=settings)
 
     def weights_digest(self, prefixes: Sequence[str] | None = None) -> WeightsDigest:
@@ -460,6 +466,16 @@ class MegatronBackend:
         frequencies: Tensor = rotary.inv_freq
         factor = getattr(rotary, "seq_len_interpolation_factor", None)
         return frequencies if factor is None else frequencies * (1 / factor)
+
+    def _packing(self) -> Reading | Unobservable:
+        if self._own_logprobs is None:
+            where = "mismatch_hooks.integrations.megatron.token_logprobs"
+            return Reading(effective="one sequence a row", source=Source.REQUESTED, where=where)
+        if self._rows_given is None:
+            words = int(self._model.vocab_size) if self._shape is None else self._shape.vocab_size
+            with untouched(outermost(self._called)):
+                self._rows_given = rows_given(self._model, self._called, self._own_logprobs, words)
+        return self._rows_given
 
     def _logits_width(self) -> Reading | Unobservable:
         padded = int(self._model.vocab_size)

@@ -86,3 +86,47 @@ def normalised_columns(
     # Equal where the padding weighs nothing (masked inside the model): then only the words count.
     width = padded if missed[padded] < missed[vocab_size] - _RESOLVABLE else vocab_size
     return Reading(effective=width, source=Source.LIVE_MODULE, where=where)
+
+
+PACKED_WITHOUT_RESET = "several sequences a row, positions run on"
+_PROBE_TOKENS = 8
+
+
+def rows_given(
+    model: Any, called: Any, token_logprobs: Callable[[Any, Tensor], Tensor], vocab_size: int
+) -> Reading | Unobservable:
+    """Return whether a log-prob function packs sequences into a row, found by one forward of two short ones.
+
+    megatron-core's rope looks at no position ids: within a row positions start anew only where ``packed_seq_params``
+    say where a sequence begins.
+
+    Args:
+        model: the unwrapped ``GPTModel``.
+        called: what ``token_logprobs`` takes as its model.
+        token_logprobs: the loop's own function.
+        vocab_size: columns that are words.
+    """
+    seen: list[tuple[tuple[int, ...], bool]] = []
+
+    def keep(module: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        given = dict(zip(("input_ids", "position_ids", "attention_mask"), arguments, strict=False)) | named
+        ids = given.get("input_ids")
+        if isinstance(ids, Tensor):
+            seen.append((tuple(ids.shape), given.get("packed_seq_params") is not None))
+
+    handle = model.register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        tokens = torch.linspace(0, vocab_size - 1, 2 * _PROBE_TOKENS, device=next(model.parameters()).device).long()
+        token_logprobs(called, tokens.view(2, _PROBE_TOKENS))
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
+        return Unobservable(reason=f"the loop's token_logprobs does not take two rows of {_PROBE_TOKENS} ({error})")
+    finally:
+        handle.remove()
+    if not seen:
+        return Unobservable(reason="the loop's token_logprobs calls the model past its forward")
+    packed = [marked for shape, marked in seen if shape[-1] > _PROBE_TOKENS]
+    found = "one sequence a row"
+    if packed:
+        found = "several sequences a row, positions start anew" if all(packed) else PACKED_WITHOUT_RESET
+    where = f"what the model got in a forward of two rows of {_PROBE_TOKENS} tokens"
+    return Reading(effective=found, source=Source.LIVE_MODULE, where=where)

@@ -8,13 +8,16 @@ experts), and a collective of NCCL that is not pinned (no GPU).
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from mismatch_hooks.integrations.megatron import MegatronBackend
 from mismatch_hooks.pipeline.guards import GUARDS, GuardInput, notes, tripped
 from mismatch_hooks.schema.enums import PolicyRole
 from tests.ablating import SEQUENCES, guard_input
+from tests.planted_faults import training_logprobs_at
 from tests.tiny_engines import TinyEngines
 
 pytestmark = pytest.mark.engine
@@ -126,6 +129,21 @@ def _dropout(tiny: TinyEngines) -> GuardInput:
         model.train(mode)
 
 
+def packing(model: Any, input_ids: torch.Tensor, **boundaries: Any) -> torch.Tensor:
+    """A loop's own scoring function, which packs all rows into one."""
+    packed = input_ids.reshape(1, -1)
+    positions = torch.arange(packed.shape[1])[None]
+    mask = torch.ones(1, 1, packed.shape[1], packed.shape[1], dtype=torch.bool).triu(1)
+    logits = model(packed, positions, mask, **boundaries).float().reshape(*input_ids.shape, -1)[:, :-1]
+    found: torch.Tensor = logits.log_softmax(dim=-1).gather(2, input_ids[:, 1:, None])[..., 0]
+    return found
+
+
+def _packed(tiny: TinyEngines) -> GuardInput:
+    trainer = MegatronBackend(tiny.models[TRAINING], shape=tiny.shape, token_logprobs=packing)
+    return replace(guard_input(tiny), training=trainer.read_back())
+
+
 FAULTS: dict[str, tuple[Callable[[TinyEngines], GuardInput], str]] = {
     "weights_differ": (_weights_differ, "1 of 21 tensors differ between rollout and training (model.layers.1.mlp.down"),
     "captured_after_update": (_captured_after_update, "The trainer's weights were written 2 times"),
@@ -136,6 +154,7 @@ FAULTS: dict[str, tuple[Callable[[TinyEngines], GuardInput], str]] = {
     "masks_differ": (_stop_token, "Only training counts the stop token of sequence 1"),
     "stored_below_fp32": (_below_fp32, "All 44 training log-probs are bf16 values"),
     "nonfinite_logprobs": (_nonfinite, "44 of 44 training log-probs are NaN"),
+    "packed_without_reset": (_packed, "Training packs several sequences into one row without packed_seq_params"),
     "dropout_active": (_dropout, "attention dropout of 0.1 is active while training scores"),
 }
 
@@ -156,3 +175,50 @@ def test_the_guard_is_tripped_by_its_fault_and_by_nothing_else(id: str, llama_en
 def test_every_guard_is_quiet_on_healthy_engines(engines: str, request: pytest.FixtureRequest) -> None:
     found = guard_input(request.getfixturevalue(engines))
     assert (tripped(found), notes(found)) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        pytest.param(training_logprobs_at(1.0), "one sequence a row", id="rows as given"),
+        pytest.param(
+            lambda model, ids: torch.stack([training_logprobs_at(1.0)(model, row[None])[0] for row in ids]),
+            "one sequence a row",
+            id="row by row",
+        ),
+        pytest.param(packing, "several sequences a row, positions run on", id="packed"),
+    ],
+)
+def test_how_a_loops_own_function_fills_the_rows_is_read_from_what_the_model_gets(
+    own: Any, expected: str, llama_engines: TinyEngines
+) -> None:
+    model = llama_engines.models[TRAINING]
+    native = llama_engines.engines[TRAINING].score(SEQUENCES).shards
+    found = MegatronBackend(model, shape=llama_engines.shape, token_logprobs=own).read_back()
+    assert found.effective("training.logprobs.packing") == expected
+    assert llama_engines.engines[TRAINING].score(SEQUENCES).shards == native
+
+
+def test_a_function_that_packs_with_boundaries_is_told_from_one_that_packs_without(
+    llama_engines: TinyEngines,
+) -> None:
+    """The local spec's attention refuses packed sequences, so the forward is cut off once it has its arguments."""
+
+    class Enough(RuntimeError):
+        pass
+
+    def own(model: Any, ids: torch.Tensor) -> torch.Tensor:
+        hook = model.embedding.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(Enough()))
+        try:
+            packing(model, ids, packed_seq_params=object())
+        except Enough:
+            pass
+        finally:
+            hook.remove()
+        return torch.zeros(ids.shape[0], ids.shape[1] - 1)
+
+    trainer = MegatronBackend(llama_engines.models[TRAINING], shape=llama_engines.shape, token_logprobs=own)
+    found = trainer.read_back().effective("training.logprobs.packing")
+    assert found == "several sequences a row, positions start anew"
+    quiet = replace(guard_input(llama_engines), training=trainer.read_back())
+    assert GUARDS["packed_without_reset"](quiet) == []

@@ -41,6 +41,7 @@ def test_guards_speak_in_the_order_of_their_table() -> None:
         "unasked_sampling",
         "dropout_active",
         "padded_vocabulary",
+        "packed_without_reset",
         "routing_replay_without_effect",
         "collective_unpinned",
     ]

@@ -96,6 +96,15 @@ _WITH_GUARD: tuple[tuple[Pitfall, Guard], ...] = (
     ),
     (
         _pitfall(
+            "packed_without_reset",
+            _CONVENTION,
+            "later sequences of a row differ",
+            "positions run on across packed sequences",
+        ),
+        settings.packed_without_reset,
+    ),
+    (
+        _pitfall(
             "routing_replay_without_effect", _DEFAULT, "no drop against a run without replay", "it is not in effect"
         ),
         settings.routing_replay_without_effect,
@@ -150,13 +159,6 @@ _ELSEWHERE = (
         "a re-score differs from itself on another day",
         "the engine cut a prefill into pieces, and another cut gives other bits",
         GuardPlace.READBACK,
-    ),
-    _pitfall(
-        "packed_without_reset",
-        _CONVENTION,
-        "later sequences of a row differ",
-        "positions run on across packed sequences",
-        GuardPlace.BINDING,
     ),
 )
 

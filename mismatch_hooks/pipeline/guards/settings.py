@@ -38,6 +38,18 @@ def padded_vocabulary(found: GuardInput) -> list[str]:
     ]
 
 
+def packed_without_reset(found: GuardInput) -> list[str]:
+    """Several sequences share a row of the trainer's forward, and nothing says where one begins."""
+    packing = found.training.effective("training.logprobs.packing")
+    if not isinstance(packing, str) or not packing.endswith("positions run on"):
+        return []
+    return [
+        "Training packs several sequences into one row without packed_seq_params: positions run on from one to the "
+        "next, and each may see the one before; hand megatron-core the boundaries (cu_seqlens), or score one sequence "
+        "a row."
+    ]
+
+
 def not_in_effect(found: GuardInput) -> list[str]:
     """Settings whose effective value is another one than somebody asked for."""
     return [

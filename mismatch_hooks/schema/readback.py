@@ -16,8 +16,8 @@ class Reading:
 
     Attributes:
         effective: plain data as read; a mapping from module names to values where layers differ.
-        source: where ``effective`` came from. ``LIVE_MODULE``: a live object has it. ``CLASS_DEFAULT``: likewise, and it is
-            what the class takes unasked, while somebody asked for another. The others repeat what was said.
+        source: where ``effective`` came from. ``LIVE_MODULE``: a live object has it. ``CLASS_DEFAULT``: likewise, and
+            it is what the class takes unasked, while somebody asked for another. The others repeat what was said.
         where: the object that was read, as a person would name it (``"model.layers.0.self_attn.rotary_emb"``).
         requested: what somebody asked for, or ``"nothing"``; its own fact, never a stand-in for ``effective``.
         requested_by: who asked (``"engine argument"``, ``"model file"``); empty when nobody did.

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-HOOKS_ON = "mismatch_hooks={enabled: true, ablate_every: 1, time_budget: 1.0, sinks: [jsonl], trace: true}"
+HOOKS_ON = (
+    "mismatch_hooks={enabled: true, ablate_every: 1, time_budget: 1.0, origin: both, sinks: [jsonl], trace: true}"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ STEP = 6
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Healthy until step 6, then with a wrong rotary table; an alert asks for an ablation out of turn."""
     hooks = (
-        "mismatch_hooks={enabled: true, ablate_every: 100, time_budget: 1.0, sinks: [jsonl], "
+        "mismatch_hooks={enabled: true, ablate_every: 100, time_budget: 1.0, origin: both, sinks: [jsonl], "
         "alerts: {clip_fraction: {window: 5, min_steps: 5}}}"
     )
     settings = ("steps=9", f"inject=rope_theta@{STEP}", "task.prompts=4", "task.max_response_tokens=32", hooks)
@@ -29,9 +29,13 @@ def test_the_alert_opens_at_the_planted_step(planted: Run) -> None:
 
 def test_the_alert_brings_an_ablation_forward_and_the_verdict_accuses_rope_on_rollout(planted: Run) -> None:
     rope = [verdict for verdict in planted.events("verdict") if verdict["factor"] == "attention.rope_fusion"]
-    (verdict, *_) = [verdict for verdict in rope if verdict["step"] > STEP]
-    assert (verdict["step"], verdict["diagnosis"]) == (STEP + 1, "caused_by_rollout_side")
-    assert "rollout" in verdict["recommendation"]
+    aligned, native, *_ = [verdict for verdict in rope if verdict["step"] > STEP]
+    assert (native["origin"], native["step"], native["diagnosis"]) == ("native", STEP + 1, "caused_by_rollout_side")
+    assert "rollout" in native["recommendation"]
+    # To the bit the trainer's rope departs too, by its rounding; the sizes tell who is wrong and who only rounds.
+    assert (aligned["origin"], aligned["step"], aligned["diagnosis"]) == ("aligned", STEP + 1, "caused_by_both_sides")
+    departs = {arm: aligned["arms"][arm]["dlogp_mean"] for arm in ("training_reference_only", "rollout_reference_only")}
+    assert departs["training_reference_only"] > 10 * departs["rollout_reference_only"] > 0.0
 
 
 def test_the_readback_shows_requested_beside_effective(planted: Run) -> None:

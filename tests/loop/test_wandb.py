@@ -9,7 +9,7 @@ from tests.loop.wandb_server import wandb_server
 from tests.sinks.wandb_reader import rows, series
 
 pytestmark = pytest.mark.engine
-HOOKS = "mismatch_hooks={enabled: true, ablate_every: 1, time_budget: 1.0, sinks: [wandb, jsonl]}"
+HOOKS = "mismatch_hooks={enabled: true, ablate_every: 1, time_budget: 1.0, origin: native, sinks: [wandb, jsonl]}"
 
 
 @pytest.fixture(scope="module")

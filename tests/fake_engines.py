@@ -48,6 +48,7 @@ class FakeEngine:
         silent_skip: the reference is installed and never called: the readback lies, the call count does not.
         leaks: what the other role's binding does here: reads REFERENCE although nobody bound this side.
         drifts: every pass adds a little: not deterministic, or not restored.
+        mutates: every pass writes a weight, which no log-prob of the batch shows.
         shards: replaces the shards of every pass.
         settings: what is read back, plain values or ``Unobservable``.
         required: what it says has to be pinned.
@@ -62,6 +63,7 @@ class FakeEngine:
     silent_skip: bool = False
     leaks: bool = False
     drifts: bool = False
+    mutates: bool = False
     shards: Callable[[LogprobShard], tuple[LogprobShard, ...]] = lambda shard: (shard,)
     tensors: Mapping[str, str] = field(default_factory=lambda: {"model.layers.0.weight": "same"})
     settings: Mapping[str, Any] = field(default_factory=lambda: dict(_SETTINGS))
@@ -116,6 +118,7 @@ class FakeEngine:
     ) -> Score:
         self._maybe_fail("score")
         self.passes += 1
+        self.writes += self.mutates
         binding = self.bound or Binding(role=self.side)
         asked = binding.choices.get(FACTOR, Choice.NATIVE)
         ran = Choice.NATIVE if self.switch_does_nothing or self.silent_skip else asked

@@ -101,7 +101,7 @@ def ablate(
             those that need no pass.
 
     Raises:
-        NotRestoredError: a pass after the arms is not, to the bit, the same pass before them.
+        NotRestoredError: a pass after the arms is not, to the bit, the same pass before them, or weights were written.
         RestoreError: an attribute that was patched holds something that is not ours.
     """
     started = time.perf_counter()
@@ -111,6 +111,7 @@ def ablate(
     not_reached: list[str] = []
     coupled: list[Candidate] = []
     slowest = 0.0
+    writes = {role: engines[role].mutation_count() for role in _ROLES}
     before = {role: run.score(role, {}) for role in _ROLES}
     proof_s = time.perf_counter() - started  # the same passes will be taken once more at the end
     try:
@@ -142,6 +143,7 @@ def ablate(
             verdicts[index] = with_pairs(verdicts[index], case.factor, plan, run, before, left_s=left_s)
     finally:
         _prove_restored(run, before)
+        _prove_unwritten(engines, writes)
     seconds = time.perf_counter() - started
     return AblationResult(
         verdicts=tuple(verdicts),
@@ -194,6 +196,17 @@ def _prove_restored(run: ScoringRun, before: Mapping[PolicyRole, Watched]) -> No
             raise NotRestoredError(
                 f"the {role.value} engine's log-probs after the arms differ from those before; either it is "
                 "not deterministic or a binding was left behind, so ablation is off for the rest of this run."
+            )
+
+
+def _prove_unwritten(engines: Mapping[PolicyRole, ScoringBackend], before: Mapping[PolicyRole, int]) -> None:
+    # A write need not show in the log-probs of this batch.
+    for role, count in before.items():
+        written = engines[role].mutation_count() - count
+        if written:
+            raise NotRestoredError(
+                f"the {role.value} engine's weights were written {written} times while the arms were scored, and "
+                "scoring only reads; ablation is off for the rest of this run."
             )
 
 

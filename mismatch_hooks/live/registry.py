@@ -13,6 +13,8 @@ from typing import Any, Protocol, cast
 
 from mismatch_hooks.live.isolation import ErrorLedger
 from mismatch_hooks.pipeline.bind import BindingError, Site
+from mismatch_hooks.pipeline.evidence import EVIDENCE
+from mismatch_hooks.pipeline.guards import PITFALLS
 from mismatch_hooks.schema.enums import PolicyRole, RebindCost, SettingChannel, Value
 from mismatch_hooks.schema.factor import MismatchFactor
 from mismatch_hooks.schema.freeze import FrozenMapping, SchemaError, thaw
@@ -175,6 +177,18 @@ def _refuse_taken(declared: Mapping[str, MismatchFactor], adapters: Mapping[str,
             )
 
 
+def _refuse_unknown_words(factor: MismatchFactor) -> None:
+    for what, named, known in (
+        ("pitfalls", factor.pitfalls, PITFALLS),
+        ("required_evidence", [name for name in factor.required_evidence if "." not in name], EVIDENCE),
+    ):
+        unknown = [name for name in named if name not in known]
+        if unknown:
+            near = get_close_matches(unknown[0], list(known), n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise SchemaError(f"{factor.id}: {what} names {unknown[0]!r}; accepts {', '.join(known)}.{hint}")
+
+
 def _declared(operator: str) -> dict[str, MismatchFactor]:
     folder = importlib.import_module(f"{operator}.factors")
     found: dict[str, MismatchFactor] = {}
@@ -185,6 +199,7 @@ def _declared(operator: str) -> dict[str, MismatchFactor]:
                 f"{folder.__name__}.{module.name} declares {factor.id!r}; its file and folder say "
                 f"'{operator.rsplit('.', 1)[-1]}.{module.name}'."
             )
+        _refuse_unknown_words(factor)
         found[factor.id] = factor
     needing = [factor.id for factor in found.values() if factor.needs_adapter]
     if needing and importlib.util.find_spec(f"{operator}.adapter") is None:

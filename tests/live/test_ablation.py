@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mismatch_hooks.live.ablation import AblationResult, ablate
+from mismatch_hooks.live.ablation import AblationResult, NotRestoredError, ablate
 from mismatch_hooks.live.execution import execution_of
 from mismatch_hooks.live.passes import CapturedBatch
 from mismatch_hooks.live.registry import Registry, load_registry
@@ -147,6 +147,13 @@ def test_from_aligned_something_that_no_factor_covers_breaks_the_reference() -> 
     sides = _sides(native_error=0.05, other_error=0.01)
     (verdict,) = _ablate(sides, FACTOR, origin=Origin.ALIGNED).verdicts
     assert verdict.diagnosis is Diagnosis.REFERENCE_ITSELF_IS_BROKEN
+
+
+@pytest.mark.parametrize("side", [ROLLOUT, TRAINING])
+def test_weights_that_are_written_while_arms_are_scored_end_ablation(side: PolicyRole) -> None:
+    sides = tuple(FakeEngine(side=role, mutates=role is side) for role in (ROLLOUT, TRAINING))
+    with pytest.raises(NotRestoredError, match=f"the {side.value} engine's weights were written [34] times while"):
+        _ablate(sides, FACTOR)  # type: ignore[arg-type]
 
 
 def test_contents_are_judged_without_a_pass_and_name_the_tensors() -> None:

@@ -37,6 +37,14 @@ BROKEN = {
     "raising/__init__.py": "",
     "raising/adapter.py": "",
     "raising/factors/__init__.py": "raise RuntimeError('no licence')",
+    "unguarded/__init__.py": "",
+    "unguarded/adapter.py": "",
+    "unguarded/factors/__init__.py": "",
+    "unguarded/factors/scale.py": SCALE.replace('"toy.scale",', '"unguarded.scale",\n    pitfalls=("weight_differ",),'),
+    "unseen/__init__.py": "",
+    "unseen/adapter.py": "",
+    "unseen/factors/__init__.py": "",
+    "unseen/factors/scale.py": SCALE.replace('"toy.scale",', '"unseen.scale",\n    required_evidence=("model shap",),'),
     "unbound/__init__.py": "",
     "unbound/factors/__init__.py": "",
     "unbound/factors/scale.py": SCALE.replace('"toy.scale"', '"unbound.scale"'),
@@ -155,6 +163,30 @@ def test_a_broken_plugin_is_named_and_the_others_work(seen: Any, plugin: str, re
     assert plugin in seen["stderr"]
 
 
+@pytest.mark.parametrize(
+    ("plugin", "start", "end"),
+    [
+        pytest.param(
+            "extra_checks.unguarded",
+            "SchemaError: unguarded.scale: pitfalls names 'weight_differ'; accepts weights_differ, ",
+            "Did you mean 'weights_differ'?",
+            id="a pitfall",
+        ),
+        pytest.param(
+            "extra_checks.unseen",
+            "SchemaError: unseen.scale: required_evidence names 'model shap'; accepts effective-config readback, ",
+            "Did you mean 'model shape'?",
+            id="evidence",
+        ),
+    ],
+)
+def test_a_word_that_nothing_stands_for_is_refused_with_the_nearest(
+    seen: Any, plugin: str, start: str, end: str
+) -> None:
+    assert seen["broken"][plugin].startswith(start)
+    assert seen["broken"][plugin].endswith(end)
+
+
 def test_nothing_else_is_broken(seen: Any) -> None:
     assert sorted(seen["broken"]) == [
         "extra_checks.attention",
@@ -162,6 +194,8 @@ def test_nothing_else_is_broken(seen: Any) -> None:
         "extra_checks.raising",
         "extra_checks.unbound",
         "extra_checks.unfinished",
+        "extra_checks.unguarded",
+        "extra_checks.unseen",
         "extra_gone",
     ]
 

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 
 from mismatch_hooks.live.ablation import AblationResult
-from mismatch_hooks.pipeline.guards import tripped
 from mismatch_hooks.schema.enums import Diagnosis, Origin, PolicyRole
 from mismatch_hooks.schema.score import ScoringSequence
 from tests.ablating import ablate_tiny, guard_input
@@ -190,9 +189,9 @@ def examine(
     """Plant, ablate, take out again."""
     place = native_is_reference if origin is Origin.ALIGNED else planted
     with weights_changed(tiny, fault.weights), place(tiny, fault.faults):
-        sentences = tripped(guard_input(tiny, sequences)) if fault.weights else ()
+        guards = guard_input(tiny, sequences) if fault.weights else None
         factors = ["weights.sync", *operators(tiny.shape)]
-        return ablate_tiny(tiny, factors, origin, sequences=sequences, pitfalls=sentences)
+        return ablate_tiny(tiny, factors, origin, sequences=sequences, guards=guards)
 
 
 def outcome(result: AblationResult, expected: Mapping[str, Diagnosis]) -> str:

@@ -1,13 +1,16 @@
 """One ablation of the tiny engines on a fixed batch of mixed lengths, as the hooks would run it."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from mismatch_hooks.live.ablation import AblationResult, ablate
 from mismatch_hooks.live.execution import execution_of
 from mismatch_hooks.live.passes import CapturedBatch
 from mismatch_hooks.live.planning import make_plan
 from mismatch_hooks.live.registry import load_registry
-from mismatch_hooks.pipeline.guards import GuardInput
+from mismatch_hooks.pipeline.guards import GuardInput, tripped
+from mismatch_hooks.pipeline.metrics import from_lists, measure
 from mismatch_hooks.schema.capture import RolloutSequence
 from mismatch_hooks.schema.enums import ExecutionPath, NoiseFloor, Origin, PolicyRole
 from mismatch_hooks.schema.score import ScoringSequence
@@ -34,20 +37,32 @@ def live_values(tiny: TinyEngines, sequences: Sequence[ScoringSequence]) -> Live
     return {role: [piece.logprobs for piece in score.shards[0].slices] for role, score in scores.items()}
 
 
-def guard_input(tiny: TinyEngines, sequences: Sequence[ScoringSequence] = SEQUENCES) -> GuardInput:
-    """What the guards would look at after a step that sampled ``sequences``."""
+def guard_input(
+    tiny: TinyEngines,
+    sequences: Sequence[ScoringSequence] = SEQUENCES,
+    *,
+    training_logprobs: Sequence[Sequence[float | None]] | None = None,
+) -> GuardInput:
+    """What the guards would look at after a step that sampled ``sequences``, and computed ``training_logprobs``."""
     live = live_values(tiny, sequences)
+    sampled = [
+        RolloutSequence(
+            prompt_token_ids=one.prompt_token_ids,
+            response_token_ids=one.response_token_ids,
+            rollout_logprobs=tuple(logprobs),
+        )
+        for one, logprobs in zip(sequences, live[PolicyRole.ROLLOUT], strict=True)
+    ]
+    return _captured(tiny, sampled, training_logprobs or live[PolicyRole.TRAINING])
+
+
+def _captured(
+    tiny: TinyEngines, sequences: Sequence[RolloutSequence], training_logprobs: Sequence[Sequence[float | None]]
+) -> GuardInput:
     rollout, training = tiny.engines[PolicyRole.ROLLOUT], tiny.engines[PolicyRole.TRAINING]
     return GuardInput(
-        sequences=[
-            RolloutSequence(
-                prompt_token_ids=one.prompt_token_ids,
-                response_token_ids=one.response_token_ids,
-                rollout_logprobs=tuple(logprobs),
-            )
-            for one, logprobs in zip(sequences, live[PolicyRole.ROLLOUT], strict=True)
-        ],
-        training_logprobs=live[PolicyRole.TRAINING],  # type: ignore[arg-type]
+        sequences=sequences,
+        training_logprobs=training_logprobs,  # type: ignore[arg-type]
         aligned=False,
         rollout=rollout.read_back(),
         training=training.read_back(),
@@ -57,6 +72,42 @@ def guard_input(tiny: TinyEngines, sequences: Sequence[ScoringSequence] = SEQUEN
     )
 
 
+def sampled_input(tiny: TinyEngines, sampling_params: Any = None, *, most_tokens: int = 24) -> GuardInput:
+    """What the guards would look at after the engine has sampled sixteen sequences by itself.
+
+    Args:
+        tiny: the engines.
+        sampling_params: what the engine is given; None: what it takes unasked, with log-probs.
+        most_tokens: of a response.
+    """
+    backend: Any = tiny.engines[PolicyRole.ROLLOUT]
+    given = sampling_params or backend._llm.get_default_sampling_params()
+    params = []
+    for seed in range(16):
+        one = given.clone()
+        one.max_tokens, one.logprobs, one.detokenize, one.seed, one.ignore_eos = most_tokens, 0, False, seed, True
+        params.append(one)
+    prompts = [{"prompt_token_ids": [3 + row, 40, 7 * row % 500]} for row in range(16)]
+    outputs = backend._llm.generate(prompts, params, use_tqdm=False)
+    found = backend.sequences(outputs, None if sampling_params is None else params)
+    scored = [
+        ScoringSequence(
+            prompt_token_ids=one.prompt_token_ids, response_token_ids=one.response_token_ids, response_mask=one.mask
+        )
+        for one in found
+    ]
+    training = tiny.engines[PolicyRole.TRAINING]
+    rows = [list(piece.logprobs) for piece in training.score(scored).shards[0].slices]
+    return replace(_captured(tiny, found, rows), training_rescored=rows)  # a forward that nobody else made
+
+
+def figures(found: GuardInput) -> dict[str, float]:
+    """The metrics of what the guards looked at."""
+    rollout = [one.rollout_logprobs for one in found.sequences]
+    state = measure(*from_lists(found.training_logprobs, rollout), epsilon_low=0.2, epsilon_high=0.2)
+    return dict(state.finalize())
+
+
 def ablate_tiny(
     tiny: TinyEngines,
     factors: str | Sequence[str],
@@ -64,7 +115,7 @@ def ablate_tiny(
     *,
     sequences: Sequence[ScoringSequence] = SEQUENCES,
     live: Live | None = None,
-    pitfalls: Sequence[str] = (),
+    guards: GuardInput | None = None,
     differing_since: int | None = None,
 ) -> AblationResult:
     """Ablate ``sequences`` with the captured ``live`` values, which are computed where they are not given."""
@@ -92,7 +143,7 @@ def ablate_tiny(
         registry=load_registry(),
         shape=tiny.shape,
         noise_floor=NoiseFloor.PRODUCTION,
-        pitfalls=pitfalls,
+        pitfalls=lambda rescored: () if guards is None else tripped(replace(guards, training_rescored=rescored)),
         execution=execution,
         timeout_s=60.0,
     )

@@ -4,6 +4,7 @@ A vLLM engine takes up to ten seconds to start, so each is started once a proces
 test module and taken down again, because other modules of the process do the same.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -116,6 +117,15 @@ def megatron_of_one_rank() -> Iterator[None]:
         torch.cuda.current_device = before
 
 
+_ENGINE: dict[str, Any] = {
+    "max_model_len": 256,
+    "max_num_batched_tokens": 256,
+    "max_num_seqs": 8,
+    "kv_cache_memory_bytes": 32 * 2**20,
+    "generation_config": "vllm",
+}
+
+
 def start_rollout(folder: Path, **options: Any) -> Any:
     """A vLLM engine of this process on a checkpoint."""
     from vllm import LLM
@@ -130,16 +140,11 @@ def start_rollout(folder: Path, **options: Any) -> Any:
             skip_tokenizer_init=True,
             dtype="bfloat16",
             enforce_eager=True,
-            max_model_len=256,
-            max_num_batched_tokens=256,
-            max_num_seqs=8,
-            kv_cache_memory_bytes=32 * 2**20,
-            generation_config="vllm",
             disable_log_stats=True,
             use_tqdm_on_load=False,
             worker_extension_cls=WORKER_EXTENSION,
             logits_processors=[FORCED_DECODE],
-            **options,
+            **{**_ENGINE, **options},
         )
         return VllmBackend(llm)
 
@@ -225,6 +230,56 @@ def _fp32_head_rollout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
 def fp32_head_engines(_fp32_head_rollout: tuple[Path, Any], megatron_core: None) -> TinyEngines:
     """Llama shape, untied head, which rollout runs in fp32 by vLLM's own option and training in bf16."""
     return engines_of(*_fp32_head_rollout)
+
+
+@pytest.fixture(scope="session")
+def _long_rollout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any]]:
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    folder = _checkpoint(tmp_path_factory, "llama")
+    rollout = start_rollout(folder, max_model_len=512, max_num_batched_tokens=2048)
+    yield folder, rollout
+    rollout._llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(scope="module")
+def long_engines(_long_rollout: tuple[Path, Any], megatron_core: None) -> TinyEngines:
+    """Llama shape, and prompts of several cache blocks."""
+    return engines_of(*_long_rollout)
+
+
+@pytest.fixture(scope="session")
+def _uncached_rollout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any]]:
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    folder = _checkpoint(tmp_path_factory, "llama")
+    rollout = start_rollout(folder, max_model_len=512, max_num_batched_tokens=2048, enable_prefix_caching=False)
+    yield folder, rollout
+    rollout._llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(scope="module")
+def uncached_engines(_uncached_rollout: tuple[Path, Any], megatron_core: None) -> TinyEngines:
+    """Likewise, with prefix caching off."""
+    return engines_of(*_uncached_rollout)
+
+
+# What a checkpoint may recommend for chat, and what nobody asks for in GRPO.
+CHAT_SAMPLING = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.1}
+
+
+@pytest.fixture(scope="session")
+def _chat_rollout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any]]:
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    folder = _checkpoint(tmp_path_factory, "llama")
+    (folder / "generation_config.json").write_text(json.dumps(CHAT_SAMPLING), encoding="utf-8")
+    rollout = start_rollout(folder, generation_config="auto", logprobs_mode="processed_logprobs")
+    yield folder, rollout
+    rollout._llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(scope="module")
+def chat_engines(_chat_rollout: tuple[Path, Any], megatron_core: None) -> TinyEngines:
+    """Llama shape; rollout returns processed log-probs and takes sampling defaults from the checkpoint's folder."""
+    return engines_of(*_chat_rollout)
 
 
 @pytest.fixture(scope="module")

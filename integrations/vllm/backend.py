@@ -96,8 +96,7 @@ class VllmBackend:
         # Read once: a reload from a path re-points model_config at that path, which may be gone by the next reading.
         self._generation_defaults = dict(readback.generation_defaults(self._config.model_config))
         self._default_params = llm.get_default_sampling_params()
-        self._prefix_cache = PrefixCacheWatch(llm)
-        self._prefix_cache.outlived_weights(self.mutation_count())
+        self._prefix_cache = PrefixCacheWatch(llm, weights=self.mutation_count())
         mode = self.read_back().effective("rollout.logprobs_mode")
         self._logprobs_mode = mode if isinstance(mode, str) else str(self._config.model_config.logprobs_mode)
 
@@ -335,6 +334,10 @@ class VllmBackend:
                 for name in capture.SETTINGS
             }
         label = weight_version if weight_version is not None else self._weight_version() if self._weight_version else ""
+        served = [
+            ([*output.prompt_token_ids, *output.outputs[0].token_ids], output.num_cached_tokens or 0)
+            for output in outputs
+        ]
         return capture.sequences(
             outputs,
             sampling_params,
@@ -342,7 +345,7 @@ class VllmBackend:
             response_masks=response_masks,
             logprobs_mode=self._logprobs_mode,
             sources=sources,
-            cache_outlived_weights=self._prefix_cache.outlived_weights(self.mutation_count()),
+            cache_outlived_weights=self._prefix_cache.outlived_weights(self.mutation_count(), served),
         )
 
     @property

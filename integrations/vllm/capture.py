@@ -29,7 +29,7 @@ def sequences(
     response_masks: Sequence[Sequence[bool]] | None = None,
     logprobs_mode: str = "raw_logprobs",
     sources: Mapping[str, str] | None = None,
-    cache_outlived_weights: bool | None = False,
+    cache_outlived_weights: Sequence[bool | None] = (),
 ) -> tuple[RolloutSequence, ...]:
     """Return one sequence for each completion, in the order of the outputs and of their completions.
 
@@ -40,7 +40,7 @@ def sequences(
         response_masks: one for each completion, True on tokens that count; all count when None.
         logprobs_mode: the engine's; ``VllmBackend.sequences`` reads it from the live sampler.
         sources: setting name to where its value came from; ``"requested"`` for every one when None.
-        cache_outlived_weights: see ``RolloutSequence``.
+        cache_outlived_weights: see ``RolloutSequence``; one for each output, none for False everywhere.
 
     Raises:
         CaptureError: a completion carries no log-probs, values that are not log-probs, or the lists do not pair up.
@@ -65,10 +65,10 @@ def sequences(
             sampling=kept.setdefault(id(own), _settings(own, logprobs_mode, sources)),
             weight_version=weight_version,
             cached_tokens=output.num_cached_tokens,
-            cache_outlived_weights=cache_outlived_weights,
+            cache_outlived_weights=outlived,
             finish_reason=str(completion.finish_reason or ""),
         )
-        for output, own in zip(outputs, params, strict=True)
+        for output, own, outlived in zip(outputs, params, cache_outlived_weights or [False] * len(outputs), strict=True)
         for completion in output.outputs
     )
 
@@ -86,6 +86,11 @@ def _logprobs(request: str, completion: Any) -> Iterator[float | None]:
         raise CaptureError(
             f"request {request}: completion {completion.index} carries no log-probs; sample with "
             "SamplingParams(logprobs=0), which returns that of the sampled token."
+        )
+    if len(completion.logprobs) != len(completion.token_ids):
+        raise CaptureError(
+            f"request {request}: completion {completion.index} has {len(completion.logprobs)} log-probs for "
+            f"{len(completion.token_ids)} tokens; one belongs to each."
         )
     for token, position in zip(completion.token_ids, completion.logprobs, strict=True):
         entry = position.get(token)

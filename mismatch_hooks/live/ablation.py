@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mismatch_hooks.live.judging import as_the_run_is, judge
@@ -76,7 +76,7 @@ def ablate(
     registry: Registry,
     shape: ModelShape,
     noise_floor: NoiseFloor,
-    pitfalls: Sequence[str],
+    pitfalls: Callable[[Sequence[Sequence[float]]], Sequence[str]],
     notes: Sequence[str] = (),
     execution: ExecutionFingerprint,
     timeout_s: float,
@@ -93,7 +93,8 @@ def ablate(
         registry: where the factors' adapters are.
         shape: parameters of the references.
         noise_floor: how noisy the run is.
-        pitfalls: sentences of the guards that were tripped.
+        pitfalls: from the trainer's own re-score of the batch, one list a sequence, to the sentences of the guards that
+            were tripped.
         notes: sentences that a reader of the verdicts should know.
         execution: what was read around the passes; its digest is every verdict's fingerprint.
         timeout_s: seconds for one pass.
@@ -120,6 +121,7 @@ def ablate(
         native = {role: run.native(role) for role in _ROLES} if plan.origin is Origin.ALIGNED else at_origin
         paths = _paths(at_origin, decoded, native, batch, plan.origin)
         temperatures = _temperatures(run, paths)
+        trapped = tuple(pitfalls(response_logprobs(native[PolicyRole.TRAINING], batch.sequences)))
         for case, path in _cases(plan, paths, decoded):
             begun = time.perf_counter()
             if slowest and case.factor.passes and begun - started + slowest + proof_s > budget_s:
@@ -128,7 +130,7 @@ def ablate(
             first = before if decoded is None or path is not _DECODE else {**before, PolicyRole.ROLLOUT: decoded}
             # A temperature on one side blocks every factor but the one that measures just that.
             traps, said = ((), temperatures) if case.factor.id == CONVENTION else (temperatures, ())
-            told = (*pitfalls, *traps), (*notes, *said)
+            told = (*trapped, *traps), (*notes, *said)
             verdict = judge(case, run, first, noise_floor, *told, execution, plan.origin, path)
             if plan.origin is Origin.ALIGNED and case.factor.live_arm is not None:
                 verdict = as_the_run_is(verdict, case.factor, run, native, paths)

@@ -26,6 +26,9 @@ class StepCapture:
         training: rollout index to ``[response tokens]`` fp32 or wider, nats, CPU; our own copy.
         masks: rollout index to ``[response tokens]`` bool, CPU; the mask that the trainer used.
         token_ids: rollout index to the response tokens that the trainer's forward saw, where the loop handed them over.
+
+    Raises:
+        CaptureError: a sequence's lists are not of one length; nothing is cut or padded.
     """
 
     step: int
@@ -34,6 +37,11 @@ class StepCapture:
     training: "dict[int, Tensor]" = field(default_factory=dict)
     masks: "dict[int, Tensor]" = field(default_factory=dict)
     token_ids: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for index, sequence in enumerate(self.sequences):
+            if sequence.misfit:
+                raise CaptureError(f"sequence {index}: {sequence.misfit}")
 
     @property
     def covered(self) -> list[int]:

@@ -122,6 +122,8 @@ class MismatchHooks:
         self._not_reached: tuple[str, ...] = ()
         self._state: MetricState | None = None
         self._ablation_s = self._hook_s = self._hook_total_s = 0.0
+        # Whether it is known that training values equal to the rollout's are the trainer's own.
+        self._told_apart = False
         self._closed = self._sampling_shown = False
         self.last_step: dict[str, float] | None = None
 
@@ -287,6 +289,8 @@ class MismatchHooks:
             return {}
         healthy = threshold(self._shape.family, self._noise_floor, routing_replay=False).dlogp_mean_suspect_above
         metrics: dict[str, float] = dict(state.finalize(healthy_dlogp_mean=healthy))
+        if metrics["bitwise_fraction"] == 1.0 and not self._told_apart:
+            metrics["not_measured"] = 1.0  # a copy would read the same
         sampled = sum(sum(sequence.mask) for sequence in capture.sequences)
         if self._world_size == 1 and sampled:
             metrics["token_coverage"] = (metrics["tokens"] + metrics["nonfinite"]) / sampled
@@ -339,6 +343,7 @@ class MismatchHooks:
                     left_s = allowance_s - (time.perf_counter() - started)
                     result = self._run_ablation(plan, capture, budget_s=left_s)
                     results.append(result)
+                    self._told_apart = self._told_apart or result.paths["training_rescore"]["bitwise_fraction"] == 1.0
                     first = [name.removesuffix(WHILE_DECODING) for name in result.not_reached]
                     self._plans[index] = plan.starting_with(first)
                     self._not_reached = tuple(dict.fromkeys((*self._not_reached, *result.not_reached)))
@@ -392,7 +397,7 @@ class MismatchHooks:
             registry=self._registry,
             shape=self._shape,
             noise_floor=self._noise_floor,
-            pitfalls=tripped(guards, self._noise_floor),
+            pitfalls=lambda rescored: tripped(replace(guards, training_rescored=rescored), self._noise_floor),
             notes=notes(guards, self._noise_floor),
             execution=execution_of(
                 sequences,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mismatch_hooks.schema.freeze import FrozenMapping, SchemaError
+from mismatch_hooks.schema.freeze import FrozenMapping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,16 +66,24 @@ class RolloutSequence:
     def __post_init__(self) -> None:
         for name in ("prompt_token_ids", "response_token_ids", "rollout_logprobs"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.response_mask is not None:
+            object.__setattr__(self, "response_mask", tuple(bool(active) for active in self.response_mask))
+
+    @property
+    def misfit(self) -> str:
+        """What does not belong together here, in words; "" where everything does.
+
+        Asked by the capture, which knows the place of the sequence and whose refusal cannot stop a training loop.
+        """
         tokens = len(self.response_token_ids)
         if len(self.rollout_logprobs) != tokens:
-            raise SchemaError(
+            return (
                 f"{len(self.rollout_logprobs)} rollout_logprobs for {tokens} response tokens; one belongs to each, "
                 "so pass the engine's lists uncut and unpadded."
             )
-        if self.response_mask is not None:
-            object.__setattr__(self, "response_mask", tuple(bool(active) for active in self.response_mask))
-            if len(self.response_mask) != tokens:
-                raise SchemaError(f"response_mask has {len(self.response_mask)} entries for {tokens} response tokens.")
+        if self.response_mask is not None and len(self.response_mask) != tokens:
+            return f"response_mask has {len(self.response_mask)} entries for {tokens} response tokens."
+        return ""
 
     @property
     def mask(self) -> tuple[bool, ...]:

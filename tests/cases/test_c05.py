@@ -16,7 +16,7 @@ QKV = [f"model.layers.{layer}.self_attn.{part}_proj.weight" for layer in (0, 1) 
 def judged(tiny: TinyEngines) -> tuple[dict[str, Verdict], GuardInput]:
     found = guard_input(tiny)
     factors = ["weights.sync", "attention.kernel", "gemm.accumulation"]
-    result = ablate_tiny(tiny, factors, pitfalls=tripped(found))
+    result = ablate_tiny(tiny, factors, guards=found)
     return {verdict.factor: verdict for verdict in result.verdicts}, found
 
 

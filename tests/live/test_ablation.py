@@ -88,7 +88,7 @@ def _ablate(
         registry=registry,
         shape=SHAPE,
         noise_floor=NoiseFloor.PRODUCTION,
-        pitfalls=(),
+        pitfalls=lambda rescored: (),
         execution=execution,
         timeout_s=10.0,
         **changes,

@@ -39,6 +39,7 @@ class Loop:
 
     def __init__(self, folder: Path, rollout: FakeEngine, training: FakeEngine, **options: Any) -> None:
         self.rollout, self.training, self.folder = rollout, training, folder
+        self.computes = training
         config = {**CONFIG, **options.pop("config", {})}
         self.hooks = MismatchHooks(config, rollout=rollout, training=training, shape=SHAPE, run_dir=folder, **options)
 
@@ -61,7 +62,7 @@ class Loop:
             for one in scored
         ]
         rows = range(12) if sequences is None else sequences
-        computed = torch.tensor([self.training.logprobs(scored[row], Choice.NATIVE) for row in rows])
+        computed = torch.tensor([self.computes.logprobs(scored[row], Choice.NATIVE) for row in rows])
         self.hooks.capture_rollout(step, sampled)
         mask = torch.ones_like(computed, dtype=torch.bool)
         self.hooks.capture_training(step, computed, mask, advantages=torch.ones(len(rows)), sequences=sequences)
@@ -167,10 +168,24 @@ def test_the_verdict_names_the_side(two_steps: Any, rollout: Any, training: Any,
     assert all(gate["ok"] for gate in verdict["gates"].values())
 
 
-def test_c15_training_logprobs_that_are_a_copy_of_the_rollouts_block_the_verdict(two_steps: Any) -> None:
-    verdict = two_steps().verdict()
+def test_c15_training_logprobs_that_are_a_copy_of_the_rollouts_block_the_verdict(tmp_path: Path) -> None:
+    rollout, training = FakeEngine(ROLLOUT), FakeEngine(TRAINING, other_error=0.01)
+    loop = Loop(tmp_path, rollout, training)
+    loop.computes = rollout  # what the loop hands over is the rollout's, whatever its trainer would give
+    for step in (0, 1):
+        loop.step(step)
+    verdict = loop.verdict()
     assert verdict["diagnosis"] == "insufficient_evidence"
-    assert "nothing was compared" in verdict["gates"]["pitfalls_clear"]["reason"]
+    reason = verdict["gates"]["pitfalls_clear"]["reason"]
+    assert "(480 of 480 tokens equal, where the trainer's own forward gives 0); nothing was compared" in reason
+    assert [event["metrics"].get("not_measured") for event in loop.events("step")] == [1.0, 1.0]
+
+
+def test_c15_control_two_engines_that_are_equal_to_the_bit_are_no_copy(two_steps: Any) -> None:
+    loop = two_steps()
+    assert loop.verdict()["diagnosis"] == "not_this_factor"
+    # From the ablation on it is known that the trainer's own forward gives these values.
+    assert [event["metrics"].get("not_measured") for event in loop.events("step")] == [1.0, None]
 
 
 def test_an_ablation_spends_two_passes_and_two_a_factor_two_for_the_proof_and_one_to_decode(two_steps: Any) -> None:
@@ -234,6 +249,37 @@ def test_an_engine_that_is_not_as_it_was_ends_ablation_and_the_run_goes_on(two_s
     assert [event["step"] for event in loop.events("step")] == [0, 1, 2]
     (end,) = [event for event in loop.events("run") if event["state"] == "finished"]
     assert "log-probs after the arms differ" in end["ablation"]["off"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        pytest.param(
+            {"rollout_logprobs": (-1.0,) * 9},
+            "sequence 1: 9 rollout_logprobs for 8 response tokens; one belongs to each, so pass the engine's lists "
+            "uncut and unpadded.",
+            id="log-probs",
+        ),
+        pytest.param(
+            {"response_mask": (True,) * 3}, "sequence 1: response_mask has 3 entries for 8 response tokens.", id="mask"
+        ),
+    ],
+)
+def test_c14a_lists_of_two_lengths_are_named_by_their_sequence_and_stop_no_loop(
+    changes: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    loop = Loop(tmp_path, FakeEngine(ROLLOUT), FakeEngine(TRAINING))
+    whole: dict[str, Any] = {
+        "prompt_token_ids": (1,),
+        "response_token_ids": (2,) * 8,
+        "rollout_logprobs": (-1.0,) * 8,
+    }
+    loop.hooks.capture_rollout(0, [RolloutSequence(**whole), RolloutSequence(**{**whole, **changes})])
+    loop.hooks.capture_training(0, torch.full((2, 8), -1.0), torch.ones(2, 8, dtype=torch.bool))
+    loop.hooks.end_step(0)
+    first, *_ = loop.events("error")
+    assert (first["cause"], first["message"]) == ("capture_rollout", f"CaptureError: {sentence}")
+    assert [event["metrics"] for event in loop.events("step")] == [{}]  # nothing cut, nothing padded, nothing measured
 
 
 # ---- nothing reaches the loop -------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Each trap trips its guard with the value, the side and the remedy, and its healthy twin trips none."""
 
 import math
+import struct
 from dataclasses import replace
 from typing import Any
 
@@ -308,6 +309,37 @@ def test_c15_a_copy_of_the_rollout_is_nothing_compared() -> None:
         "Training log-probs are a copy of the rollout's (3 of 3 tokens equal with no operator aligned); nothing was "
         "compared. Pass what the trainer computed.",
     )
+
+
+@pytest.mark.parametrize(
+    ("training", "rescored", "blocked"),
+    [
+        pytest.param([-0.5, -1.5, -0.25, -2.0], [-0.5, -1.5, -0.25, -2.0], False, id="the trainer gives the same"),
+        pytest.param([-0.5, -1.5, -0.25, -2.0], [-0.51, -1.49, -0.26, -2.1], True, id="a copy"),
+        pytest.param([-0.5, -1.5, -0.25, -2.01], [-0.51, -1.49, -0.26, -2.1], True, id="a copy but for one token"),
+        pytest.param([-0.51, -1.49, -0.25, -2.01], [-0.51, -1.49, -0.25, -2.01], False, id="one token is equal"),
+        pytest.param([-0.5, -1.5, -0.26, -2.1], [-0.5, -1.5, -0.26, -2.1], False, id="half are, by the trainer too"),
+    ],
+)
+def test_c15_a_copy_is_told_from_equal_forwards_by_what_the_trainer_gives_again(
+    training: list[float], rescored: list[float], blocked: bool
+) -> None:
+    found = guard_input([sequence([-0.5, -1.5, -0.25, -2.0])], [training], training_rescored=[rescored])
+    assert any("are a copy of the rollout's" in sentence for sentence in tripped(found)) is blocked
+
+
+def test_c15_a_copy_that_went_through_fp32_is_one() -> None:
+    values = [-0.1, -1.3, -0.7]
+    stored = [struct.unpack(">f", struct.pack(">f", value))[0] for value in values]
+    (sentence,) = tripped(guard_input([sequence(values)], [stored], training_rescored=[[-0.2, -1.2, -0.6]]))
+    assert "3 of 3 tokens equal, where the trainer's own forward gives 0" in sentence
+
+
+def test_a_lone_survivor_of_truncated_sampling_has_a_log_prob_of_zero() -> None:
+    alone = sequence([-0.5, 0.0], top_k=1, logprobs_mode="processed_logprobs")
+    assert [sentence for sentence in tripped(guard_input([alone], [[-0.6, -0.7]])) if "placeholder" in sentence] == []
+    raw = sequence([-0.5, 0.0], top_k=1)
+    assert [sentence for sentence in tripped(guard_input([raw], [[-0.6, -0.7]])) if "placeholder" in sentence] != []
 
 
 def test_c15_control_an_aligned_run_may_be_equal_on_every_token() -> None:

@@ -103,21 +103,6 @@ def test_capabilities_cannot_change_after_discovery_has_seen_them() -> None:
     assert seen.capabilities[PolicyRole.ROLLOUT]["p"] is RebindCost.PER_REQUEST
 
 
-def test_c14a_nine_log_probs_for_eight_tokens_are_refused_and_never_cut() -> None:
-    with pytest.raises(SchemaError, match=r"^9 rollout_logprobs for 8 response tokens; one belongs to each"):
-        RolloutSequence(prompt_token_ids=(1,), response_token_ids=(2,) * 8, rollout_logprobs=(-1.0,) * 9)
-
-
-def test_a_mask_of_another_length_than_the_response_is_refused() -> None:
-    with pytest.raises(SchemaError, match=r"^response_mask has 3 entries for 2 response tokens\.$"):
-        RolloutSequence(
-            prompt_token_ids=(1,),
-            response_token_ids=(2, 3),
-            rollout_logprobs=(-1.0, -2.0),
-            response_mask=(True, True, False),
-        )
-
-
 def test_a_sequence_without_a_mask_counts_every_token() -> None:
     given: Any = [2, 3]
     sequence = RolloutSequence(prompt_token_ids=(1,), response_token_ids=given, rollout_logprobs=(-1.0, None))

@@ -26,6 +26,8 @@ class GuardInput:
             where nothing is known.
         training_token_ids: the response tokens that the trainer's forward saw, one list a sequence; None where the
             loop did not hand them over.
+        training_rescored: log-probs of the same tokens by a forward of the trainer that nobody but the hooks made, with
+            nothing bound, one list a sequence; None where none was made.
         bits_expected: True when arms are compared at a bitwise floor.
     """
 
@@ -39,6 +41,7 @@ class GuardInput:
     weights_written: int
     rollout_masks: Sequence[Sequence[bool] | None] | None = None
     training_token_ids: Sequence[Sequence[int]] | None = None
+    training_rescored: Sequence[Sequence[float]] | None = None
     bits_expected: bool = False
 
 

@@ -5,16 +5,45 @@ import struct
 from collections.abc import Sequence
 
 from mismatch_hooks.pipeline.guards.captured import GuardInput, active, mean
+from mismatch_hooks.schema.capture import SamplingSettings
 
 
 def placeholder_logprobs(found: GuardInput) -> list[str]:
-    pairs = [(training, rollout) for _, _, training, rollout in active(found)]
-    if pairs and not found.aligned and all(training == rollout for training, rollout in pairs):
-        return [
-            f"Training log-probs are a copy of the rollout's ({len(pairs)} of {len(pairs)} tokens equal with no "
-            "operator aligned); nothing was compared. Pass what the trainer computed."
-        ]
-    return [*_exact_zeros(found, "rollout"), *_exact_zeros(found, "training")]
+    copied = [] if found.aligned else _copied(found)
+    return copied or [*_exact_zeros(found, "rollout"), *_exact_zeros(found, "training")]
+
+
+def _copied(found: GuardInput) -> list[str]:
+    """Captured training values that are the rollout's, which the trainer's own forward does not give.
+
+    Two independent forwards may be equal to the bit; then a third one, of the trainer, equals the rollout as well. A
+    copy agrees with the rollout on tokens on which the trainer does not: here on at least half of all, and on twice as
+    many as the trainer. Compared as fp32, which is what a copy has passed through.
+    """
+    tokens = [(index, position, training, rollout) for index, position, training, rollout in active(found)]
+    equal = sum(rollout is not None and _same_fp32(training, rollout) for *_, training, rollout in tokens)
+    if not tokens or 2 * equal < len(tokens):
+        return []
+    rescored = found.training_rescored
+    if rescored is None:
+        if equal < len(tokens):
+            return []
+        how = f"{equal} of {len(tokens)} tokens equal with no operator aligned"
+    else:
+        again = sum(
+            rollout is not None and _same_fp32(rescored[index][position], rollout)
+            for index, position, _, rollout in tokens
+        )
+        if 2 * again >= equal:
+            return []
+        how = f"{equal} of {len(tokens)} tokens equal, where the trainer's own forward gives {again}"
+    return [
+        f"Training log-probs are a copy of the rollout's ({how}); nothing was compared. Pass what the trainer computed."
+    ]
+
+
+def _same_fp32(left: float, right: float) -> bool:
+    return math.isfinite(left) and math.isfinite(right) and struct.pack(">f", left) == struct.pack(">f", right)
 
 
 def _exact_zeros(found: GuardInput, side: str) -> list[str]:
@@ -23,6 +52,7 @@ def _exact_zeros(found: GuardInput, side: str) -> list[str]:
         for index, position, training, rollout in active(found)
         for value, other in [(rollout, training) if side == "rollout" else (training, rollout)]
         if value == 0.0 and other is not None and other < _SURELY_BELOW_ZERO
+        if side == "training" or not _alone(found.sequences[index].sampling)
     ]
     if not places:
         return []
@@ -35,6 +65,12 @@ def _exact_zeros(found: GuardInput, side: str) -> list[str]:
         f"{len(places)} active tokens carry placeholder log-probs (exact 0) on {side}, first {tokens} of sequence "
         f"{index}, where the other side has {other:.4f}; mask tokens out that were not sampled."
     ]
+
+
+def _alone(sampling: SamplingSettings) -> bool:
+    """Whether a token may have been the only one that survived: its processed log-prob is 0, and no placeholder."""
+    truncated = sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_p > 0.0
+    return sampling.logprobs_mode.startswith("processed") and truncated
 
 
 # A side that gives a token the fp32 log-prob 0 gives all others below 6e-8 together; another side that gives them 1e-3

@@ -176,7 +176,7 @@ def ablated(leader: LeadingBackend, folder: Path) -> tuple[Any, dict[str, Any]]:
         registry=load_registry(),
         shape=shape,
         noise_floor=NoiseFloor.SHARDED_SINGLE_NODE,
-        pitfalls=(),
+        pitfalls=lambda rescored: (),
         execution=execution_of(SEQUENCES, readbacks, weights, shape=shape, origin=Origin.NATIVE),
         timeout_s=60.0,
     )

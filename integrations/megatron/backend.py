@@ -25,6 +25,7 @@ from mismatch_hooks.integrations.megatron.required_settings import required_sett
 from mismatch_hooks.integrations.megatron.untouched import untouched
 from mismatch_hooks.integrations.megatron.weights import digest, digests, live_tensors
 from mismatch_hooks.live.activation_recorder import token_digests, traced_tokens
+from mismatch_hooks.live.call_recorder import CallRecorder, play_calls
 from mismatch_hooks.live.pass_arguments import Seen, call_counts, switch_states
 from mismatch_hooks.live.registry import load_registry
 from mismatch_hooks.pipeline.bind import (
@@ -43,6 +44,7 @@ from mismatch_hooks.schema.activation import ActivationCapture
 from mismatch_hooks.schema.enums import Choice, ExecutionPath, PolicyRole, RebindCost, Source, Value
 from mismatch_hooks.schema.environment import RequiredSetting
 from mismatch_hooks.schema.readback import Readback, Reading, Unobservable
+from mismatch_hooks.schema.replay import NotReplayableError, PlayedCall
 from mismatch_hooks.schema.score import (
     Binding,
     Evidence,
@@ -275,6 +277,34 @@ class MegatronBackend:
             seconds=seconds,
         )
 
+    def record_calls(
+        self, binding: Binding, sequence: ScoringSequence, *, timeout_s: float | None = None
+    ) -> tuple[PlayedCall, ...]:
+        """Return every call of the factor that ``binding`` names, in one native forward of a sequence.
+
+        Args:
+            binding: one factor, with the parameters of its reference; it is not bound.
+            sequence: what the forward is over.
+            timeout_s: not looked at: there is one forward, and it is short.
+
+        Raises:
+            NotReplayableError: ranks hold parts of the operands, or the factor's calls cannot be taken apart.
+        """
+        recorder = CallRecorder(self._whole_sites(binding), next(self._model.parameters()).device)
+        with patched(recorder.sites, CallCounter()):
+            self.score([sequence], timeout_s=timeout_s)
+        return tuple(recorder.calls)
+
+    def play_calls(self, binding: Binding, captured: Sequence[PlayedCall]) -> tuple[PlayedCall, ...]:
+        """Return what the native and the reference implementation here give for calls that the rollout captured.
+
+        Raises:
+            NotReplayableError: see ``record_calls``.
+        """
+        sites = self._whole_sites(binding)
+        with untouched(outermost(self._called)):
+            return tuple(play_calls(sites, captured, next(self._model.parameters()).device))
+
     def switch_states(self, binding: Binding) -> tuple[SwitchState, ...]:
         """Return what the live model holds for each factor that ``binding`` names; binds and scores nothing."""
         rank, sites = self._model.pg_collection.tp.rank(), self._find_sites(binding)
@@ -331,6 +361,14 @@ class MegatronBackend:
     def mutation_count(self) -> int:
         """Return a count that grows when a weight was written since the last call; see ``MutationCounter``."""
         return self._mutations.count()
+
+    def _whole_sites(self, binding: Binding) -> list[Site]:
+        if self._sizes.tensor > 1 or self._sizes.pipeline > 1:
+            raise NotReplayableError(
+                f"a rank holds a part of the model (tensor parallel {self._sizes.tensor}, pipeline parallel "
+                f"{self._sizes.pipeline}), and operands are played whole"
+            )
+        return [site for found in self._find_sites(binding).values() for site in found]
 
     def _find_sites(self, binding: Binding) -> dict[str, Sequence[Site]]:
         if binding.role is not self.role:

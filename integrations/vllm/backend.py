@@ -32,6 +32,7 @@ from mismatch_hooks.schema.enums import Choice, ExecutionPath, PolicyRole, Rebin
 from mismatch_hooks.schema.environment import RequiredSetting
 from mismatch_hooks.schema.freeze import thaw
 from mismatch_hooks.schema.readback import Readback, Reading, Unobservable
+from mismatch_hooks.schema.replay import NotReplayableError, PlayedCall
 from mismatch_hooks.schema.score import (
     Binding,
     LogprobShard,
@@ -256,6 +257,36 @@ class VllmBackend:
             seconds=time.perf_counter() - started,
         )
 
+    def record_calls(
+        self, binding: Binding, sequence: ScoringSequence, *, timeout_s: float | None = None
+    ) -> tuple[PlayedCall, ...]:
+        """Return every call of the factor that ``binding`` names, in one native prefill of a sequence.
+
+        Args:
+            binding: one factor, with the parameters of its reference; it is not bound.
+            sequence: what is prefilled.
+            timeout_s: seconds; looked at between engine steps.
+
+        Raises:
+            NotReplayableError: workers hold parts of the operands, or the factor's calls cannot be taken apart.
+            ScoringError: see ``score``.
+        """
+        try:
+            self._require_replayable("mh_begin_recording", _plain(binding))
+            self.score([sequence], path=ExecutionPath.ROLLOUT_FULL_PREFILL, timeout_s=timeout_s)
+        finally:
+            (reply,) = self._call("mh_end_recording")[:1]
+        return tuple(PlayedCall(**call) for call in reply["calls"])
+
+    def play_calls(self, binding: Binding, captured: Sequence[PlayedCall]) -> tuple[PlayedCall, ...]:
+        """Return what the native and the reference implementation here give for calls that the trainer captured.
+
+        Raises:
+            NotReplayableError: see ``record_calls``.
+        """
+        reply = self._require_replayable("mh_play_calls", _plain(binding), thaw(tuple(captured)))
+        return tuple(PlayedCall(**call) for call in reply["calls"])
+
     def switch_states(self, binding: Binding) -> tuple[SwitchState, ...]:
         """Return what every worker's live modules hold for the factors that ``binding`` names; changes nothing.
 
@@ -355,6 +386,18 @@ class VllmBackend:
     def _call(self, method: str, *args: Any) -> list[dict[str, Any]]:
         replies: list[dict[str, Any]] = self._llm.collective_rpc(method, args=args)
         return replies
+
+    def _require_replayable(self, method: str, *args: Any) -> dict[str, Any]:
+        parallel = self._config.parallel_config
+        if parallel.world_size > 1:
+            raise NotReplayableError(
+                f"a worker holds a part of the model (tensor parallel {parallel.tensor_parallel_size}, pipeline "
+                f"parallel {parallel.pipeline_parallel_size}), and operands are played whole"
+            )
+        (reply,) = self._call(method, *args)
+        if reply["refused"]:
+            raise NotReplayableError(reply["refused"])
+        return reply
 
     def _scheduler_settings(self) -> dict[str, Reading | Unobservable]:
         core = getattr(self._llm.llm_engine.engine_core, "engine_core", None)

@@ -24,6 +24,7 @@ from mismatch_hooks.pipeline.bind import (
 )
 from mismatch_hooks.schema.enums import Choice, PolicyRole, Value
 from mismatch_hooks.schema.freeze import thaw
+from mismatch_hooks.schema.replay import NotReplayableError, PlayedCall
 
 Plain = dict[str, Any]
 _Mark = tuple[list[Callable[[], object]], int, bytes]
@@ -75,6 +76,7 @@ class _State:
     bindings: list[_Bound] = field(default_factory=list)
     running: _Pass | None = None
     traced: Any = None
+    recording: Any = None
     writes: int = 0
     loaded: _Mark | None = None
 
@@ -206,6 +208,51 @@ class WorkerExtension:
         state = self._mh_state()
         traced, state.traced = state.traced, None
         return self._mh_reply(**({"modules": [], "left_out": {}} if traced is None else traced.finish()))
+
+    def mh_begin_recording(self, binding: Plain) -> Plain:
+        """Start capturing the calls of the factor that ``binding`` names, which stays native.
+
+        ``refused`` is empty, or the sentence that says why they cannot be.
+        """
+        from mismatch_hooks.live.call_recorder import CallRecorder
+
+        self.mh_end_recording()
+        state, model = self._mh_state(), self._mh_model()
+        try:
+            _, sites = _find_sites(model, binding)
+            found = [site for group in sites.values() for site in group]
+            recorder = CallRecorder(found, next(model.parameters()).device)
+        except (BindingError, NotReplayableError) as error:
+            return self._mh_reply(refused=str(error))
+        stack = ExitStack()
+        stack.enter_context(patched(recorder.sites, CallCounter()))
+        state.recording = recorder, stack
+        return self._mh_reply(refused="")
+
+    def mh_end_recording(self) -> Plain:
+        """Take the recorder out and return ``calls``."""
+        state = self._mh_state()
+        if state.recording is None:
+            return self._mh_reply(calls=[])
+        (recorder, stack), state.recording = state.recording, None
+        stack.close()
+        return self._mh_reply(calls=thaw(tuple(recorder.calls)))
+
+    def mh_play_calls(self, binding: Plain, captured: list[Plain]) -> Plain:
+        """Return as ``calls`` what the two implementations here give for captured ones; ``refused`` as above."""
+        from mismatch_hooks.integrations.vllm.random_streams import random_streams_untouched
+        from mismatch_hooks.live.call_recorder import play_calls
+
+        model = self._mh_model()
+        try:
+            _, sites = _find_sites(model, binding)
+            found = [site for group in sites.values() for site in group]
+            calls = [PlayedCall(**call) for call in captured]
+            with random_streams_untouched():
+                played = play_calls(found, calls, next(model.parameters()).device)
+        except (BindingError, NotReplayableError) as error:
+            return self._mh_reply(refused=str(error), calls=[])
+        return self._mh_reply(refused="", calls=thaw(tuple(played)))
 
     def _mh_reply(self, **content: Any) -> Plain:
         rank, parallel = self.rank, self.parallel_config  # type: ignore[attr-defined]

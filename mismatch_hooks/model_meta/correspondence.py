@@ -1,5 +1,6 @@
 """The same module by its name on either side, for every module that computes something."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -80,6 +81,21 @@ def correspondences(shape: ModelShape) -> tuple[ModuleCorrespondence, ...]:
         for semantic, training, rollout in rows
     )
 
+
+def rollout_name(training_module: str) -> str:
+    """Return the rollout's name of a trainer's module (``"decoder.layers.3.mlp"`` → ``"model.layers.3.mlp.act_fn"``).
+
+    Raises:
+        KeyError: the module computes nothing that has a counterpart.
+    """
+    layer = _LAYER.fullmatch(training_module)
+    if layer is None:
+        return {training: rollout for _, training, rollout in _BEFORE_LAYERS + _AFTER_LAYERS}[training_module]
+    inside = {training: rollout for _, training, rollout in _ATTENTION_INPUT + _QK_NORM + _REST_OF_LAYER}
+    return f"model.layers.{layer[1]}.{inside[layer[2]]}"
+
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 # Within a layer: what each point is computed from. "output" and "attention_residual" are the residual stream.
 _FROM_WITHIN = {

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import FunctionType, MethodType
 from typing import Any
 
+from mismatch_hooks.pipeline.operator_call import OperatorCall
 from mismatch_hooks.schema.enums import Choice, SwitchStatus, Value
 from mismatch_hooks.schema.score import CallCount, SwitchState
 
@@ -35,6 +36,7 @@ class PatchSite:
         calls_per_forward: how often one model forward calls the replacement here; at least, where ``caller`` is given.
         caller: the torch module each of whose calls makes one call here, for a site that a forward calls a varying
             number of times, as an output head is when an engine scores prompts; None elsewhere.
+        call: how calls made here are captured and played again; None where they cannot be.
         value: what the switch is set to while this is in place; given by whoever binds.
     """
 
@@ -45,6 +47,7 @@ class PatchSite:
     build: Callable[[Callable[..., Any]], Callable[..., Any]]
     calls_per_forward: int
     caller: Any = None
+    call: OperatorCall | None = None
     value: Value = Choice.REFERENCE
 
 

@@ -7,7 +7,9 @@ megatron-core 0.16 (``MLP.forward``: its unfused gate is a function inside it, w
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from mismatch_hooks.model_meta.correspondence import rollout_name
 from mismatch_hooks.pipeline.bind import BindingError, PatchSite
+from mismatch_hooks.pipeline.operator_call import Operands, OperatorCall
 from mismatch_hooks.schema.enums import PolicyRole
 from mismatch_hooks.schema.shape import ModelShape
 
@@ -54,8 +56,9 @@ def _rollout_sites(factor: str, model: Any) -> list[PatchSite]:
             name="_forward_method",
             build=_rollout_swiglu,
             calls_per_forward=1,
+            call=OperatorCall(places=(name,), take=_given, play=_gate),
         )
-        for _, module in found
+        for name, module in found
     ]
 
 
@@ -68,8 +71,9 @@ def _training_sites(factor: str, model: Any) -> list[PatchSite]:
             name="forward",
             build=_training_swiglu(layer.mlp),
             calls_per_forward=1,
+            call=_training_call(f"decoder.layers.{index}.mlp", layer.mlp),
         )
-        for layer in model.decoder.layers
+        for index, layer in enumerate(model.decoder.layers)
         if _covered(layer.mlp)
     ]
 
@@ -121,3 +125,39 @@ def _training_swiglu(mlp: Any) -> Callable[[Callable[..., Any]], Callable[..., A
         return forward
 
     return build
+
+
+def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Operands:
+    return {"gate_up": args[0]}
+
+
+def _gate(swiglu: Callable[..., Any], operands: Operands) -> Any:
+    return swiglu(operands["gate_up"])
+
+
+def _training_call(name: str, mlp: Any) -> OperatorCall:
+    """The gate is inside the MLP: its operand is what ``linear_fc1`` gives, its result what ``linear_fc2`` gets."""
+
+    def take(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Operands | None:
+        gate_up, bias = mlp.linear_fc1(args[0] if args else kwargs["hidden_states"])
+        return None if bias is not None else {"gate_up": gate_up.flatten(0, -2)}
+
+    def play(forward: Callable[..., Any], operands: Operands) -> Any:
+        gated: list[Any] = []
+
+        def down(states: Any) -> tuple[Any, None]:
+            gated.append(states)
+            return states, None
+
+        # An attribute of the instance stands before the submodule of the name, and takes a plain function.
+        vars(mlp).update(
+            linear_fc1=lambda _: (operands["gate_up"][:, None], None),
+            linear_fc2=down,
+        )
+        try:
+            forward(operands["gate_up"][:, None])
+        finally:
+            del vars(mlp)["linear_fc1"], vars(mlp)["linear_fc2"]
+        return gated[0].flatten(0, -2)
+
+    return OperatorCall(places=(rollout_name(name),), take=take, play=play, result=None)

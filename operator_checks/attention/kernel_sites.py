@@ -7,7 +7,9 @@ native) and megatron-core 0.16 (``forward`` of the ``DotProductAttention`` of th
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from mismatch_hooks.model_meta.correspondence import rollout_name
 from mismatch_hooks.pipeline.bind import BindingError, PatchSite
+from mismatch_hooks.pipeline.operator_call import Operands, OperatorCall
 from mismatch_hooks.schema.enums import PolicyRole
 from mismatch_hooks.schema.shape import ModelShape
 
@@ -42,12 +44,13 @@ def sites(factor: str, role: PolicyRole, model: Any, parameters: Mapping[str, ob
             name="forward",
             build=build,
             calls_per_forward=1,
+            call=call,
         )
-        for owner, build in found
+        for owner, build, call in found
     ]
 
 
-_Found = list[tuple[Any, Callable[[Callable[..., Any]], Callable[..., Any]]]]
+_Found = list[tuple[Any, Callable[[Callable[..., Any]], Callable[..., Any]], OperatorCall]]
 
 
 def _rollout(model: Any, scale: float) -> _Found:
@@ -65,7 +68,7 @@ def _rollout(model: Any, scale: float) -> _Found:
             )
         _refuse_rollout(name, module)
     kernel = RolloutKernel(scale)
-    return [(module.impl, kernel.build(module)) for _, module in layers]
+    return [(module.impl, kernel.build(module), _rollout_call(name)) for name, module in layers]
 
 
 def _refuse_rollout(name: str, layer: Any) -> None:
@@ -108,7 +111,7 @@ def _training(model: Any, scale: float) -> _Found:
                 "which get_gpt_layer_local_spec builds (not latent attention, and not run on a GPU yet)."
             )
         _refuse_training(name, core)
-        found.append((core, _training_kernel(name, core, scale)))
+        found.append((core, _training_kernel(name, core, scale), _training_call(name)))
     return found
 
 
@@ -170,3 +173,44 @@ def _is_causal(mask: Any, length: int) -> bool:
 
     # True hides a key; what padding on the right hides besides is seen by padding alone.
     return mask.dtype is torch.bool and bool((mask == torch.ones_like(mask).triu(1)).all())
+
+
+def _rollout_call(name: str) -> OperatorCall:
+    """Reads what it attends to from its engine's paged cache, so that it can be repeated and not played elsewhere."""
+    import torch
+
+    names = ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output", "output_scale")
+
+    def named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(zip(names, args, strict=False)) | dict(kwargs)
+
+    def take(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Operands | None:
+        given = named(args, kwargs)
+        metadata = given["attn_metadata"]
+        if metadata is None or metadata.query_start_loc.tolist() != [0, *metadata.seq_lens.tolist()]:
+            return None  # a warm-up; several requests; or keys that are in the cache already
+        return {part: given[part][: metadata.num_actual_tokens] for part in ("query", "key", "value")}
+
+    def repeat(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        given = named(args, kwargs)
+        return forward(**{**given, "output": torch.empty_like(given["output"])})
+
+    return OperatorCall(places=(name,), take=take, repeat=repeat, result=lambda output: output.flatten(1))
+
+
+def _training_call(name: str) -> OperatorCall:
+    import torch
+
+    def take(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Operands | None:
+        given = dict(zip(("query", "key", "value"), args, strict=False)) | dict(kwargs)
+        if given["query"].shape[1] != 1:
+            return None
+        return {part: given[part][:, 0] for part in ("query", "key", "value")}
+
+    def play(forward: Callable[..., Any], operands: Operands) -> Any:
+        parts = [operands[part][:, None] for part in ("query", "key", "value")]
+        length = len(parts[0])
+        hidden = torch.ones(1, 1, length, length, dtype=torch.bool, device=parts[0].device).triu(1)
+        return forward(*parts, hidden)
+
+    return OperatorCall(places=(rollout_name(name),), take=take, play=play, result=lambda attended: attended[:, 0])

@@ -7,8 +7,11 @@ megatron-core 0.16 (``megatron.core.transformer.attention.apply_rotary_pos_emb``
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from mismatch_hooks.model_meta.correspondence import rollout_name
 from mismatch_hooks.pipeline.bind import BindingError, PatchSite
+from mismatch_hooks.pipeline.operator_call import Operands, OperatorCall
 from mismatch_hooks.schema.enums import PolicyRole
+from mismatch_hooks.schema.replay import NotReplayableError
 from mismatch_hooks.schema.shape import ModelShape
 
 _ROLLOUT_SITE = "model.layers.*.self_attn.rotary_emb"
@@ -40,11 +43,11 @@ def sites(factor: str, role: PolicyRole, model: Any, parameters: Mapping[str, ob
 def _rollout_sites(factor: str, model: Any, parameters: Mapping[str, object]) -> list[PatchSite]:
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-    users: dict[int, int] = {}
-    for module in model.modules():
+    users: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
         rotary = vars(module).get("_modules", {}).get("rotary_emb")
         if rotary is not None:
-            users[id(rotary)] = users.get(id(rotary), 0) + 1
+            users.setdefault(id(rotary), []).append(f"{name}.rotary_emb")
     # modules() yields a shared rotary module once; every layer that uses it calls it.
     found = [module for module in model.modules() if isinstance(module, RotaryEmbedding)]
     for module in found:
@@ -62,7 +65,8 @@ def _rollout_sites(factor: str, model: Any, parameters: Mapping[str, object]) ->
             owner=module,
             name="_forward_method",
             build=build,
-            calls_per_forward=users.get(id(module), 0),
+            calls_per_forward=len(users.get(id(module), ())),
+            call=_rollout_call(users.get(id(module), [_ROLLOUT_SITE]), int(parameters["rotary_dim"])),  # type: ignore[call-overload]
         )
         for module in found
     ]
@@ -92,6 +96,7 @@ def _training_sites(factor: str, model: Any, parameters: Mapping[str, object]) -
             name="apply_rotary_pos_emb",
             build=build,
             calls_per_forward=2 * layers,  # queries and keys
+            call=_training_call(model, layers),
         )
     ]
 
@@ -198,3 +203,46 @@ def _refuse_packed(cu_seqlens: Any, mscale: float) -> None:
         raise BindingError("the trainer packs sequences (cu_seqlens is given); the rope references take unpacked rows.")
     if mscale != 1.0:
         raise BindingError(f"the trainer's rope asks for mscale {mscale}; the rope references know 1.0 only.")
+
+
+def _rollout_call(places: Sequence[str], head_dim: int) -> OperatorCall:
+    import torch
+
+    def heads(states: Any) -> Any:
+        return states.reshape(states.shape[0], -1, head_dim)
+
+    def take(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Operands | None:
+        named = dict(zip(("positions", "query", "key"), args, strict=False)) | dict(kwargs)
+        states = [heads(named[name]) for name in ("query", "key") if named.get(name) is not None]
+        return {"positions": named["positions"].flatten(), "states": torch.cat(states, dim=1)}
+
+    def play(rope: Callable[..., Any], operands: Operands) -> Any:
+        # All heads are given as queries, and one more as the key that the kernel wants to see.
+        states = operands["states"]
+        return rope(operands["positions"], states.flatten(1), states[:, 0].clone())
+
+    def result(returned: Any) -> Any:
+        return heads(returned[0])
+
+    return OperatorCall(places=tuple(places), take=take, play=play, result=result)
+
+
+def _training_call(model: Any, layers: int) -> OperatorCall:
+    import torch
+
+    def take(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Operands | None:
+        states = args[0] if args else kwargs["t"]
+        if states.shape[1] != 1:
+            return None
+        return {"positions": torch.arange(states.shape[0], device=states.device), "states": states[:, 0]}
+
+    def play(rope: Callable[..., Any], operands: Operands) -> Any:
+        states, positions = operands["states"], operands["positions"]
+        if not torch.equal(positions, torch.arange(len(states), device=states.device)):
+            raise NotReplayableError("megatron-core rotates row i by position i, and these are not in that order")
+        return rope(
+            states[:, None], model.rotary_pos_emb(len(states)), config=model.config, cp_group=model.pg_collection.cp
+        )
+
+    names = (rollout_name(f"decoder.layers.{index // 2}.self_attention") for index in range(2 * layers))
+    return OperatorCall(places=tuple(names), take=take, play=play, result=lambda rotated: rotated[:, 0])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mismatch_hooks.pipeline.bind import BindingError, PatchSite
+from mismatch_hooks.pipeline.operator_call import Operands, OperatorCall
 from mismatch_hooks.schema.enums import PolicyRole
 from mismatch_hooks.schema.shape import ModelShape
 
@@ -44,7 +45,32 @@ def sites(factor: str, role: PolicyRole, model: Any, parameters: Mapping[str, ob
 
 
 def _site(factor: str, site: str, owner: Any, build: Callable[..., Any]) -> PatchSite:
-    return PatchSite(factor=factor, site=site, owner=owner, name="forward", build=build, calls_per_forward=1)
+    return PatchSite(
+        factor=factor, site=site, owner=owner, name="forward", build=build, calls_per_forward=1, call=_CALLS[site]
+    )
+
+
+def _ids(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Operands:
+    return {"ids": (args[0] if args else kwargs["input_"]).flatten()}
+
+
+def _one_row(lookup: Callable[..., Any], operands: Operands) -> Any:
+    return lookup(operands["ids"][None])
+
+
+def _bare(lookup: Callable[..., Any], operands: Operands) -> Any:
+    return lookup(operands["ids"])
+
+
+def _flat(rows: Any) -> Any:
+    return rows.reshape(-1, rows.shape[-1])
+
+
+# The trainer's table takes [batch, sequence] and may give [sequence, batch, hidden]: alike, where the batch is one row.
+_CALLS = {
+    _ROLLOUT_SITE: OperatorCall(places=(_ROLLOUT_SITE,), take=_ids, play=_bare, result=_flat),
+    _TRAINING_SITE: OperatorCall(places=(_ROLLOUT_SITE,), take=_ids, play=_one_row, result=_flat),
+}
 
 
 def _covered(table: Any) -> bool:

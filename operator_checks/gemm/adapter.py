@@ -7,8 +7,10 @@ Written against vllm 0.32 (``apply`` of the linear method that each layer holds)
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from mismatch_hooks.model_meta.correspondence import rollout_name
 from mismatch_hooks.operator_checks.gemm import reduce_sites
 from mismatch_hooks.pipeline.bind import BindingError, PatchSite
+from mismatch_hooks.pipeline.operator_call import Operands, OperatorCall
 from mismatch_hooks.schema.enums import PolicyRole
 from mismatch_hooks.schema.shape import ModelShape
 
@@ -46,12 +48,13 @@ def sites(factor: str, role: PolicyRole, model: Any, parameters: Mapping[str, ob
             name=name,
             build=build,
             calls_per_forward=1,
+            call=call,
         )
-        for owner, name, build in found
+        for owner, name, build, call in found
     ]
 
 
-_Found = list[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]]]
+_Found = list[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]], OperatorCall]]
 
 
 def _rollout(model: Any) -> _Found:
@@ -70,7 +73,7 @@ def _rollout(model: Any) -> _Found:
                     f"the rollout's model.layers.{index}.{path} is a {type(module).__name__} with "
                     f"{type(method).__name__}; the linear reference covers unquantised linears of dense layers."
                 )
-            found.append((method, "apply", _rollout_linear))
+            found.append((method, "apply", _rollout_linear, _rollout_call(f"model.layers.{index}.{path}", module)))
     return found
 
 
@@ -92,7 +95,8 @@ def _training(model: Any) -> _Found:
                     f"the trainer's decoder.layers.{index}.{path} gathers its input over ranks inside the product "
                     "(sequence_parallel); the linear reference does not."
                 )
-            found.append((module, "_forward_impl", _training_linear))
+            call = _training_call(f"decoder.layers.{index}.{path}", module, model.config)
+            found.append((module, "_forward_impl", _training_linear, call))
     return found
 
 
@@ -133,3 +137,53 @@ def _training_linear(original: Callable[..., Any]) -> Callable[..., Any]:
         return linear(input, weight, bias, dtype=input.dtype)
 
     return product
+
+
+def _rollout_call(name: str, module: Any) -> OperatorCall:
+    def take(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Operands | None:
+        named = dict(zip(("layer", "x", "bias"), args, strict=False)) | dict(kwargs)
+        return None if named.get("bias") is not None else {"states": named["x"].flatten(0, -2)}
+
+    def play(apply: Callable[..., Any], operands: Operands) -> Any:
+        return apply(module, operands["states"], None)
+
+    return OperatorCall(places=(name,), take=take, play=play, result=_flat)
+
+
+def _training_call(name: str, module: Any, config: Any) -> OperatorCall:
+    def take(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Operands | None:
+        named = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(kwargs)
+        return None if named.get("bias") is not None else {"states": named["input"].flatten(0, -2)}
+
+    def play(product: Callable[..., Any], operands: Operands) -> Any:
+        return product(
+            input=operands["states"][:, None],
+            weight=module.weight,
+            bias=None,
+            gradient_accumulation_fusion=False,
+            allreduce_dgrad=False,
+            sequence_parallel=False,
+            tp_group=module.tp_group,
+        )
+
+    interleaved = name.endswith("linear_qkv")
+    return OperatorCall(
+        places=(rollout_name(name),),
+        take=take,
+        play=play,
+        result=(lambda rows: _in_blocks(_flat(rows), config)) if interleaved else _flat,
+    )
+
+
+def _flat(rows: Any) -> Any:
+    return rows.reshape(-1, rows.shape[-1])
+
+
+def _in_blocks(rows: Any, config: Any) -> Any:
+    """Columns as vLLM has them, all queries, then keys, then values; megatron-core has them group by group."""
+    import torch
+
+    groups, queries = config.num_query_groups, config.num_attention_heads // config.num_query_groups
+    heads = rows.view(len(rows), groups, queries + 2, -1)
+    parts = (heads[:, :, :queries], heads[:, :, queries:-1], heads[:, :, -1:])
+    return torch.cat([part.flatten(1) for part in parts], dim=1)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mismatch_hooks.pipeline.bind import BindingError, PatchSite
+from mismatch_hooks.pipeline.operator_call import Operands, OperatorCall
 from mismatch_hooks.schema.enums import PolicyRole
 from mismatch_hooks.schema.shape import ModelShape
 
@@ -17,8 +18,8 @@ _TRAINING_SITE = "output_layer"
 
 
 def parameters(shape: ModelShape) -> Mapping[str, object]:
-    """Return nothing: a head has no number of the model file in it."""
-    return {}
+    """Return how many columns are words; what engines pad behind them is no logit of anything."""
+    return {"words": shape.vocab_size}
 
 
 def sites(factor: str, role: PolicyRole, model: Any, parameters: Mapping[str, object]) -> Sequence[PatchSite]:
@@ -33,10 +34,11 @@ def sites(factor: str, role: PolicyRole, model: Any, parameters: Mapping[str, ob
     Raises:
         BindingError: the head is of a kind that the reference does not cover.
     """
-    return _rollout(factor, model) if role is PolicyRole.ROLLOUT else _training(factor, model)
+    words: Any = parameters.get("words")
+    return _rollout(factor, model, words) if role is PolicyRole.ROLLOUT else _training(factor, model, words)
 
 
-def _rollout(factor: str, model: Any) -> list[PatchSite]:
+def _rollout(factor: str, model: Any, words: int | None) -> list[PatchSite]:
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -63,11 +65,12 @@ def _rollout(factor: str, model: Any) -> list[PatchSite]:
             build=_rollout_head,
             calls_per_forward=1,
             caller=processor,
+            call=_rollout_call(model.lm_head, words),
         )
     ]
 
 
-def _training(factor: str, model: Any) -> list[PatchSite]:
+def _training(factor: str, model: Any, words: int | None) -> list[PatchSite]:
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     if not model.post_process:  # another pipeline stage has it
@@ -90,6 +93,7 @@ def _training(factor: str, model: Any) -> list[PatchSite]:
             name="_forward_impl",
             build=_training_head,
             calls_per_forward=1,
+            call=_training_call(model, words),
         )
     ]
 
@@ -126,3 +130,38 @@ def _training_head(original: Callable[..., Any]) -> Callable[..., Any]:
         return linear(input, weight, bias, dtype=torch.float32)
 
     return product
+
+
+def _rollout_call(head: Any, words: int | None) -> OperatorCall:
+    def take(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Operands | None:
+        named = dict(zip(("lm_head", "hidden_states", "embedding_bias"), args, strict=False)) | dict(kwargs)
+        return None if named.get("embedding_bias") is not None else {"states": named["hidden_states"]}
+
+    def play(apply_head: Callable[..., Any], operands: Operands) -> Any:
+        return apply_head(head, operands["states"], None)
+
+    return OperatorCall(places=("lm_head",), take=take, play=play, result=lambda logits: logits[:, :words])
+
+
+def _training_call(model: Any, words: int | None) -> OperatorCall:
+    head = model.output_layer
+
+    def take(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Operands | None:
+        named = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(kwargs)
+        return None if named.get("bias") is not None else {"states": named["input"].flatten(0, -2)}
+
+    def play(product: Callable[..., Any], operands: Operands) -> Any:
+        shared = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+        return product(
+            input=operands["states"][:, None],
+            weight=head.weight if shared is None else shared,
+            bias=None,
+            gradient_accumulation_fusion=False,
+            allreduce_dgrad=False,
+            sequence_parallel=False,
+            tp_group=head.tp_group,
+        )
+
+    return OperatorCall(
+        places=("lm_head",), take=take, play=play, result=lambda logits: logits.flatten(0, -2)[:, :words]
+    )

@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mismatch_hooks.model_meta.correspondence import rollout_name
 from mismatch_hooks.pipeline.bind import BindingError, PatchSite
+from mismatch_hooks.pipeline.operator_call import Operands, OperatorCall
 from mismatch_hooks.schema.enums import PolicyRole
 from mismatch_hooks.schema.shape import ModelShape
 
@@ -65,9 +67,9 @@ def sites(factor: str, role: PolicyRole, model: Any, parameters: Mapping[str, ob
     epsilon = float(parameters["epsilon"])  # type: ignore[arg-type]
     found = [(name, module) for name, module in model.named_modules() if name.rpartition(".")[2] in place.modules]
     if role is PolicyRole.ROLLOUT:
-        norms, attribute, build = _rollout_norms(found), "_forward_method", _rollout_norm
+        norms, attribute, build, call = _rollout_norms(found), "_forward_method", _rollout_norm, _rollout_call
     else:
-        norms, attribute, build = _training_norms(found), "forward", _training_norm
+        norms, attribute, build, call = _training_norms(found), "forward", _training_norm, _training_call
     return [
         PatchSite(
             factor=factor,
@@ -76,12 +78,13 @@ def sites(factor: str, role: PolicyRole, model: Any, parameters: Mapping[str, ob
             name=attribute,
             build=build(norm, epsilon),
             calls_per_forward=1,
+            call=call(name),
         )
-        for norm in norms
+        for name, norm in norms
     ]
 
 
-def _rollout_norms(found: list[tuple[str, Any]]) -> list[Any]:
+def _rollout_norms(found: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.models.utils import PPMissingLayer
 
@@ -96,11 +99,11 @@ def _rollout_norms(found: list[tuple[str, Any]]) -> list[Any]:
                 f"the rollout's {name} has no weight or takes its variance over a part of the row; the norm reference "
                 "covers neither."
             )
-        norms.append(module)
+        norms.append((name, module))
     return norms
 
 
-def _training_norms(found: list[tuple[str, Any]]) -> list[Any]:
+def _training_norms(found: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
     import torch
 
     norms = []
@@ -110,7 +113,7 @@ def _training_norms(found: list[tuple[str, Any]]) -> list[Any]:
                 f"the trainer's {name} is a {type(module).__name__}; the norm reference covers torch.nn.RMSNorm with a "
                 "weight, which get_gpt_layer_local_spec(normalization='RMSNorm') builds."
             )
-        norms.append(module)
+        norms.append((name, module))
     return norms
 
 
@@ -139,3 +142,36 @@ def _training_norm(norm: Any, epsilon: float) -> Callable[[Callable[..., Any]], 
         return forward
 
     return build
+
+
+def _rollout_call(name: str) -> OperatorCall:
+    def take(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Operands:
+        named = dict(zip(("x", "residual"), args, strict=False)) | dict(kwargs)
+        return _rows(named["x"], named.get("residual"))
+
+    def play(norm: Callable[..., Any], operands: Operands) -> Any:
+        return norm(operands["states"], operands.get("residual"))
+
+    return OperatorCall(places=(name,), take=take, play=play, result=_normed)
+
+
+def _training_call(name: str) -> OperatorCall:
+    def take(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Operands:
+        return _rows(args[0] if args else kwargs["x"], None)
+
+    def play(norm: Callable[..., Any], operands: Operands) -> Any:
+        states, residual = operands["states"], operands.get("residual")
+        return norm(states if residual is None else states + residual)
+
+    return OperatorCall(places=(rollout_name(name),), take=take, play=play, result=_normed)
+
+
+def _rows(states: Any, residual: Any) -> Operands:
+    """One row for each norm taken: a token's, or a head's of a token."""
+    found = {"states": states, "residual": residual}
+    return {name: one.reshape(-1, one.shape[-1]) for name, one in found.items() if one is not None}
+
+
+def _normed(returned: Any) -> Any:
+    rows = returned[0] if isinstance(returned, tuple) else returned
+    return rows.reshape(-1, rows.shape[-1])

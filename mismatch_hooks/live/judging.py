@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mismatch_hooks.live.passes import ScoringRun, Watched
-from mismatch_hooks.pipeline.bind import BindingError
+from mismatch_hooks.live.replay import disagreement
+from mismatch_hooks.pipeline.bind import BindingError, RestoreError
 from mismatch_hooks.pipeline.contracts import compare_contracts, contract_of, repeats_differ
 from mismatch_hooks.pipeline.diagnose import (
     Finding,
@@ -34,7 +35,8 @@ from mismatch_hooks.schema.enums import (
 from mismatch_hooks.schema.environment import ExecutionFingerprint
 from mismatch_hooks.schema.factor import MismatchFactor
 from mismatch_hooks.schema.plan import Candidate
-from mismatch_hooks.schema.score import Score
+from mismatch_hooks.schema.replay import OperatorReplay
+from mismatch_hooks.schema.score import Score, WeightsDigest
 from mismatch_hooks.schema.verdict import ArmReading, Gate, Verdict
 
 _ROLES = (PolicyRole.ROLLOUT, PolicyRole.TRAINING)
@@ -70,6 +72,7 @@ def judge(
     readings: tuple[ArmReading, ...] = ()
     watched: dict[PassKey, Watched] = {}
     repeated = 0
+    replays: tuple[OperatorReplay, ...] = ()
     try:
         if factor.expansion is Expansion.CONTENT:
             rollout, training = (batch.weights[role] for role in _ROLES)
@@ -87,6 +90,9 @@ def judge(
             if read is None and path is _PREFILL:
                 repeated = len(case.repeats) * len(factor.switch.roles)
                 read = _diagnose_repeats(case, run, watched)
+                if read is None and factor.expansion is Expansion.STANDARD_FOUR:
+                    replays = _replays(factor, run)
+                    read = _diagnose_references(replays, batch.weights)
             if read is None:
                 epsilons = {"epsilon_low": batch.epsilon_low, "epsilon_high": batch.epsilon_high}
                 arms, readings = read_arms(factor, passes, batch.sequences, **epsilons)
@@ -108,6 +114,7 @@ def judge(
         seconds=time.perf_counter() - started,
         fingerprint=execution.digest,
         issues=_issues(factor, execution),
+        replays=replays,
     )
 
 
@@ -173,6 +180,28 @@ def _diagnose_repeats(case: Candidate, run: ScoringRun, watched: Mapping[PassKey
         return None
     reason = f"The reference claims the same bits in every topology and gives others: {'; '.join(broken)}."
     return Finding(diagnosis=Diagnosis.REFERENCE_ITSELF_IS_BROKEN, reason=reason)
+
+
+def _replays(factor: MismatchFactor, run: ScoringRun) -> tuple[OperatorReplay, ...]:
+    """What became of the operator alone; a failure is a sentence, since arms can be read without it."""
+    try:
+        return run.replay(factor)
+    except RestoreError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever an engine raises
+        reason = f"not played: {type(error).__name__}: {error}"
+        return tuple(OperatorReplay(captured_on=role, reason=reason) for role in factor.switch.roles)
+
+
+def _diagnose_references(
+    replays: Sequence[OperatorReplay], weights: Mapping[PolicyRole, WeightsDigest]
+) -> Finding | None:
+    """What follows where two sides' references are apart on one set of operands, at any origin."""
+    rollout, training = (weights[role].tensors for role in _ROLES)
+    # Each side plays with its own weights: unless all are known to be the same, apart does not mean broken.
+    same = rollout == training and not any(digest.startswith("unobservable") for digest in training.values())
+    apart = disagreement(replays)
+    return Finding(diagnosis=Diagnosis.REFERENCE_ITSELF_IS_BROKEN, reason=apart) if apart and same else None
 
 
 def _passes(

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mismatch_hooks.live.registry import Registry
+from mismatch_hooks.live.replay import replay_operator
 from mismatch_hooks.pipeline.bind import BindingError
 from mismatch_hooks.pipeline.score import PassKey
 from mismatch_hooks.schema.backend import ScoringBackend
@@ -19,6 +20,7 @@ from mismatch_hooks.schema.enums import (
 )
 from mismatch_hooks.schema.factor import MismatchFactor
 from mismatch_hooks.schema.plan import Candidate, Plan
+from mismatch_hooks.schema.replay import OperatorReplay
 from mismatch_hooks.schema.score import Binding, Score, ScoringSequence, SwitchState, WeightsDigest
 from mismatch_hooks.schema.shape import ModelShape
 
@@ -128,6 +130,11 @@ class ScoringRun:
         with self._engines[role].bind(binding):
             self.passes += 1
             return self._engines[role].score(self.batch.sequences, timeout_s=self._timeout_s)
+
+    def replay(self, factor: MismatchFactor) -> tuple[OperatorReplay, ...]:
+        """Play the calls of the factor's operator alone, in one short native forward a role, which is no pass."""
+        bindings = {role: self._binding(role, {factor.id: Choice.NATIVE}) for role in factor.switch.roles}
+        return replay_operator(self._engines, bindings, self.batch.sequences, timeout_s=self._timeout_s)
 
     @property
     def can_divide(self) -> bool:

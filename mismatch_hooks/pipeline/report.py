@@ -6,6 +6,7 @@ from mismatch_hooks.pipeline.diagnose import Finding
 from mismatch_hooks.schema.contract import ComparisonIssue
 from mismatch_hooks.schema.enums import Diagnosis, ExecutionPath, NoiseFloor, Origin
 from mismatch_hooks.schema.factor import MismatchFactor
+from mismatch_hooks.schema.replay import OperatorReplay
 from mismatch_hooks.schema.verdict import ArmReading, Gate, Verdict
 
 _SIDES = {
@@ -29,6 +30,7 @@ def report(
     seconds: float,
     fingerprint: str,
     issues: Sequence[ComparisonIssue] = (),
+    replays: Sequence[OperatorReplay] = (),
 ) -> Verdict:
     """Return the verdict; arms and effects are left out of one that a gate blocked, so that nobody reads them."""
     readable = all(gate.ok for gate in gates)
@@ -44,6 +46,7 @@ def report(
         arms=tuple(arms) if readable else (),
         effects=finding.effects if readable else (),
         issues=tuple(issues),
+        replays=tuple(replays),
         tokens=tokens,
         passes=passes,
         seconds=seconds,

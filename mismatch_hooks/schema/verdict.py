@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from mismatch_hooks.schema.contract import ComparisonIssue
 from mismatch_hooks.schema.enums import Diagnosis, ExecutionPath, GateName, NoiseFloor, Origin
 from mismatch_hooks.schema.freeze import FrozenMapping, SchemaError
+from mismatch_hooks.schema.replay import OperatorReplay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +91,8 @@ class Verdict:
         arms: the arms that were read; empty when a gate blocked.
         effects: one per arm that is not all native; empty when a gate blocked.
         issues: fields of the two sides' contracts of this operator that break their comparison rule.
+        replays: the operator alone, on operands that each side's live forward gave; empty where no arms were judged,
+            and for factors that swap no operator.
         tokens: active tokens scored.
         passes: scoring passes spent, repeats included.
         seconds: wall time spent.
@@ -107,6 +110,7 @@ class Verdict:
     arms: tuple[ArmReading, ...] = ()
     effects: tuple[PairedEffect, ...] = field(default=())
     issues: tuple[ComparisonIssue, ...] = ()
+    replays: tuple[OperatorReplay, ...] = ()
     tokens: int
     passes: int
     seconds: float

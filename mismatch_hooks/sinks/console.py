@@ -135,6 +135,8 @@ def render_verdict(verdict: Mapping[str, Any], *, step: int | None = None) -> Re
         after.add_row(f"gate {name}", Text.assemble(mark, f"  {gate['reason']}"))
     if verdict.get("issues"):
         after.add_row("contracts", "; ".join(_issue(issue) for issue in verdict["issues"]))
+    for one in verdict.get("replays", ()):
+        after.add_row("replay", _replay(one))
     if verdict.get("recommendation"):
         after.add_row("do", Text(verdict["recommendation"], style="bold"))
     if verdict.get("paths"):
@@ -146,6 +148,24 @@ def render_verdict(verdict: Mapping[str, Any], *, step: int | None = None) -> Re
 def _issue(issue: Mapping[str, Any]) -> str:
     sides = ", ".join(f"{side} {_absent(value)}" for side, value in issue["values"].items())
     return f"{issue['path']} {issue['rule']}: {sides}"
+
+
+def _replay(one: Mapping[str, Any]) -> str:
+    """One side's calls of the operator, and how far apart its implementations are on the same operands."""
+    if not one["calls"]:
+        return str(one["reason"])
+    apart = {f"{side} native from its reference": found for side, found in one["departs"].items()}
+    apart |= {f"{name} of both sides": one[name] for name in ("natives", "references") if one[name]}
+    said = [f"{one['calls']} calls on {one['captured_on']}"]
+    said += [f"{name}: {_ulp(found)}" for name, found in apart.items()]
+    said += [f"farthest at {one['place']}"] if one["place"] else []
+    return "; ".join(said + ([one["reason"]] if one["reason"] else []))
+
+
+def _ulp(found: Mapping[str, Any]) -> str:
+    if not found["differing"]:
+        return "same bits"
+    return f"{found['differing']} of {found['elements']} values by up to {found['max_ulp']} ULP of {found['dtype']}"
 
 
 def _absent(value: Any) -> str:

@@ -33,9 +33,10 @@ EVENT_TYPES: Mapping[str, str] = {
     "gate": "factor, origin, path, gate, ok, reason",
     "arm": "factor, origin, path, arm, metrics {name: value}",
     "verdict": "factor, origin, noise_floor, path, diagnosis, reason, recommendation, arms {arm: {metric: value}}, "
-    "gates {gate: {ok, reason}}, effects {arm: {...}}, issues [{path, rule, values {side}}], tokens, interval, "
-    "resolvable, passes, seconds, fingerprint, paths {term: {metric: value}}, not_reached [factor], ablation_passes, "
-    "ablation_seconds",
+    "gates {gate: {ok, reason}}, effects {arm: {...}}, issues [{path, rule, values {side}}], "
+    "replays [{captured_on, calls, departs {side: distance}, natives, references, place, reproduced, reason}], a "
+    "distance being {elements, differing, max_abs, max_ulp, dtype}, tokens, interval, resolvable, passes, seconds, "
+    "fingerprint, paths {term: {metric: value}}, not_reached [factor], ablation_passes, ablation_seconds",
     "trace": "summary, comparisons [{semantic, tokens, equal_tokens, max_abs, first_difference, missing_on}] in the "
     "order of the forward, causes [{semantic, hypothesis, reason}] ranked, left_out {side: {point: reason}}, passes, "
     "seconds",

@@ -219,10 +219,11 @@ def _rollout_call(places: Sequence[str], head_dim: int) -> OperatorCall:
     def play(rope: Callable[..., Any], operands: Operands) -> Any:
         # All heads are given as queries, and one more as the key that the kernel wants to see.
         states = operands["states"]
-        return rope(operands["positions"], states.flatten(1), states[:, 0].clone())
+        rotated, _ = rope(operands["positions"], states.flatten(1), states[:, 0].clone())
+        return rotated, None
 
     def result(returned: Any) -> Any:
-        return heads(returned[0])
+        return torch.cat([heads(states) for states in returned if states is not None], dim=1)
 
     return OperatorCall(places=tuple(places), take=take, play=play, result=result)
 

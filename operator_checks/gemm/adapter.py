@@ -95,7 +95,7 @@ def _training(model: Any) -> _Found:
                     f"the trainer's decoder.layers.{index}.{path} gathers its input over ranks inside the product "
                     "(sequence_parallel); the linear reference does not."
                 )
-            call = _training_call(f"decoder.layers.{index}.{path}", module, model.config)
+            call = _training_call(f"decoder.layers.{index}.{path}", module, model)
             found.append((module, "_forward_impl", _training_linear, call))
     return found
 
@@ -150,7 +150,7 @@ def _rollout_call(name: str, module: Any) -> OperatorCall:
     return OperatorCall(places=(name,), take=take, play=play, result=_flat)
 
 
-def _training_call(name: str, module: Any, config: Any) -> OperatorCall:
+def _training_call(name: str, module: Any, model: Any) -> OperatorCall:
     def take(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Operands | None:
         named = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(kwargs)
         return None if named.get("bias") is not None else {"states": named["input"].flatten(0, -2)}
@@ -171,7 +171,7 @@ def _training_call(name: str, module: Any, config: Any) -> OperatorCall:
         places=(rollout_name(name),),
         take=take,
         play=play,
-        result=(lambda rows: _in_blocks(_flat(rows), config)) if interleaved else _flat,
+        result=(lambda rows: _in_blocks(_flat(rows), model.config)) if interleaved else _flat,
     )
 
 

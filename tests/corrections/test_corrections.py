@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+import mismatch_hooks.operator_checks.norm.adapter as norm_adapter
 from mismatch_hooks.cli import main
 from mismatch_hooks.live.registry import GROUP, load_registry
 from mismatch_hooks.model_meta.shapes import shape_from_config
@@ -53,6 +54,7 @@ from mismatch_hooks.schema.freeze import SchemaError
 from mismatch_hooks.schema.identity import ComparisonIdentity
 from mismatch_hooks.schema.plan import Surroundings
 from mismatch_hooks.schema.thresholds import threshold
+from tests.ablating import ablate_tiny
 from tests.pipeline.samples import (
     EPSILONS,
     ROLLOUT,
@@ -449,6 +451,30 @@ def test_correction_26_a_reference_of_one_factor_is_not_bitwise_while_others_are
     assert _aligned(1.0, 1.0, 1.0, reference=1.0) is Diagnosis.REFERENCE_ITSELF_IS_BROKEN
     still_noisy = arms(NOISE, NOISE + 1e-3, NOISE - 1e-3, NOISE * 0.999)
     assert diagnose_from_native(still_noisy, **EPSILONS).diagnosis is not Diagnosis.REFERENCE_ITSELF_IS_BROKEN
+
+
+def test_correction_26_a_reference_is_checked_alone_on_the_same_operands_while_others_are_native(
+    llama_engines: TinyEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (healthy,) = ablate_tiny(llama_engines, "norm.rmsnorm").verdicts
+    assert healthy.diagnosis is not Diagnosis.REFERENCE_ITSELF_IS_BROKEN
+    assert [one.references.differing for one in healthy.replays if one.references] == [0, 0]
+
+    build = norm_adapter._training_norm
+
+    def one_step_off(norm: Any, epsilon: float) -> Any:
+        def broken(original: Any) -> Any:
+            reference = build(norm, epsilon)(original)
+            return lambda states: torch.nextafter(reference(states), torch.full((), torch.inf, dtype=states.dtype))
+
+        return broken
+
+    monkeypatch.setattr(norm_adapter, "_training_norm", one_step_off)
+    (found,) = ablate_tiny(llama_engines, "norm.rmsnorm").verdicts
+    assert found.diagnosis is Diagnosis.REFERENCE_ITSELF_IS_BROKEN, found.reason
+    assert "by up to 1 ULP of bfloat16" in found.reason
+    assert "at model.layers.0.input_layernorm" in found.reason
+    assert all(gate.ok for gate in found.gates)
 
 
 def test_correction_27_an_interval_is_clustered_by_sequence() -> None:

@@ -188,7 +188,7 @@ def _replays(factor: MismatchFactor, run: ScoringRun) -> tuple[OperatorReplay, .
         return run.replay(factor)
     except RestoreError:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever an engine raises
+    except (RuntimeError, ValueError, TypeError) as error:
         reason = f"not played: {type(error).__name__}: {error}"
         return tuple(OperatorReplay(captured_on=role, reason=reason) for role in factor.switch.roles)
 

@@ -155,17 +155,15 @@ def _replay(one: Mapping[str, Any]) -> str:
     if not one["calls"]:
         return str(one["reason"])
     apart = {f"{side} native from its reference": found for side, found in one["departs"].items()}
-    apart |= {f"{name} of both sides": one[name] for name in ("natives", "references") if one[name]}
-    said = [f"{one['calls']} calls on {one['captured_on']}"]
-    said += [f"{name}: {_ulp(found)}" for name, found in apart.items()]
+    apart |= {name: one[name] for name in ("natives", "references") if one[name]}
+    said = [f"{name} {_apart(found)}" for name, found in apart.items()]
     said += [f"farthest at {one['place']}"] if one["place"] else []
-    return "; ".join(said + ([one["reason"]] if one["reason"] else []))
+    said += [one["reason"]] if one["reason"] else []
+    return f"{one['calls']} calls on {one['captured_on']}: {'; '.join(said)}"
 
 
-def _ulp(found: Mapping[str, Any]) -> str:
-    if not found["differing"]:
-        return "same bits"
-    return f"{found['differing']} of {found['elements']} values by up to {found['max_ulp']} ULP of {found['dtype']}"
+def _apart(found: Mapping[str, Any]) -> str:
+    return f"by up to {figure(found['max_abs'])} ({found['max_ulp']} ULP)" if found["differing"] else "same bits"
 
 
 def _absent(value: Any) -> str:

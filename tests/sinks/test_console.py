@@ -171,3 +171,25 @@ def test_figures_are_short(value: object, text: str) -> None:
 
 def test_steps_in_a_row_are_drawn_together() -> None:
     assert spans([12, 3, 4, 5, 10]) == "3–5, 10, 12"
+
+
+def test_a_verdict_says_how_far_the_operators_implementations_are_apart_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    near = {"elements": 8, "differing": 3, "max_abs": 0.0156, "max_ulp": 62, "dtype": "bfloat16"}
+    one = {
+        "captured_on": "rollout",
+        "calls": 4,
+        "departs": {"rollout": near},
+        "natives": None,
+        "references": {**near, "differing": 0},
+        "place": "model.layers.0.mlp",
+        "reproduced": 4,
+        "reason": "",
+    }
+    refused = {"captured_on": "training", "calls": 0, "reason": "training: a rank holds a part of the model"}
+    text = shown(capsys, Event(type="verdict", step=20, payload={**verdict(), "replays": [one, refused]}))
+    said = " ".join(text.replace("│", " ").split())
+    assert "4 calls on rollout: rollout native from its reference by up to 0.0156 (62 ULP); references same" in said
+    assert "farthest at model.layers.0.mlp" in said
+    assert "replay training: a rank holds a part of the model" in said

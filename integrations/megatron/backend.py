@@ -285,10 +285,11 @@ class MegatronBackend:
         Args:
             binding: one factor, with the parameters of its reference; it is not bound.
             sequence: what the forward is over.
-            timeout_s: not looked at: there is one forward, and it is short.
+            timeout_s: see ``score``.
 
         Raises:
             NotReplayableError: ranks hold parts of the operands, or the factor's calls cannot be taken apart.
+            RestoreError: a call site is not what it was before.
         """
         recorder = CallRecorder(self._whole_sites(binding), next(self._model.parameters()).device)
         with patched(recorder.sites, CallCounter()):

@@ -269,13 +269,16 @@ class VllmBackend:
 
         Raises:
             NotReplayableError: workers hold parts of the operands, or the factor's calls cannot be taken apart.
+            RestoreError: a call site is not what it was before.
             ScoringError: see ``score``.
         """
         try:
             self._require_replayable("mh_begin_recording", _plain(binding))
             self.score([sequence], path=ExecutionPath.ROLLOUT_FULL_PREFILL, timeout_s=timeout_s)
         finally:
-            (reply,) = self._call("mh_end_recording")[:1]
+            reply, *_ = self._call("mh_end_recording")
+            if reply["broken"]:
+                raise RestoreError(reply["broken"])
         return tuple(PlayedCall(**call) for call in reply["calls"])
 
     def play_calls(self, binding: Binding, captured: Sequence[PlayedCall]) -> tuple[PlayedCall, ...]:

@@ -230,13 +230,16 @@ class WorkerExtension:
         return self._mh_reply(refused="")
 
     def mh_end_recording(self) -> Plain:
-        """Take the recorder out and return ``calls``."""
+        """Take the recorder out and return ``calls``; ``broken`` is empty when every site is proven as before."""
         state = self._mh_state()
         if state.recording is None:
-            return self._mh_reply(calls=[])
+            return self._mh_reply(calls=[], broken="")
         (recorder, stack), state.recording = state.recording, None
-        stack.close()
-        return self._mh_reply(calls=thaw(tuple(recorder.calls)))
+        try:
+            stack.close()
+        except RestoreError as error:  # would be of another type when it reaches the driver's process
+            return self._mh_reply(calls=[], broken=str(error))
+        return self._mh_reply(calls=thaw(tuple(recorder.calls)), broken="")
 
     def mh_play_calls(self, binding: Plain, captured: list[Plain]) -> Plain:
         """Return as ``calls`` what the two implementations here give for captured ones; ``refused`` as above."""

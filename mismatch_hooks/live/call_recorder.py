@@ -36,12 +36,9 @@ class CallRecorder:
         self.calls: list[PlayedCall] = []
         self._device = device
         self._seen: dict[int, int] = {}
-        self.sites = [replace(site, build=self._recording(site)) for site, _ in _replayable(sites)]
+        self.sites = [replace(site, build=self._recording(site, call)) for site, call in _replayable(sites)]
 
-    def _recording(self, site: PatchSite) -> Callable[[_Implementation], _Implementation]:
-        call = site.call
-        assert call is not None
-
+    def _recording(self, site: PatchSite, call: OperatorCall) -> Callable[[_Implementation], _Implementation]:
         def build(original: _Implementation) -> _Implementation:
             reference = site.build(original)
 
@@ -51,22 +48,14 @@ class CallRecorder:
                 if operands is None:
                     return original(*args, **kwargs)
                 kept = _packed(operands)
-                if call.play is not None:
-                    returned = original(*args, **kwargs)
-                    found = None if call.result is None else _packed({"rows": call.result(returned)})
-                    played = _played(call, original, reference, kept, self._device)
-                    same = None if found is None or played.refused else _unpacked_equal(found, played.native)
-                    self.calls.append(replace(played, site=site.site, place=place, operands=kept, reproduced=same))
-                    return returned
                 returned = original(*args, **kwargs)
-                self.calls.append(
-                    replace(
-                        _repeated(call, reference, returned, args, kwargs),
-                        site=site.site,
-                        place=place,
-                        operands=kept,
-                    )
-                )
+                if call.play is None:
+                    found = _repeated(call, reference, returned, args, kwargs)
+                else:
+                    found = _played(call, original, reference, kept, self._device)
+                    if call.result is not None and not found.refused:
+                        found = replace(found, reproduced=_same_bits(found.native, _rows(call, returned)))
+                self.calls.append(replace(found, site=site.site, place=place, operands=kept))
                 return returned
 
             return recorded
@@ -160,6 +149,7 @@ def _packed(tensors: Operands) -> str:
     return base64.b64encode(save(plain)).decode()
 
 
-def _unpacked_equal(one: str, other: str) -> bool:
+def _same_bits(one: str, other: str) -> bool:
     a, b = unpack(one), unpack(other)
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num())
+    # As bytes, so that a NaN equals itself.
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))

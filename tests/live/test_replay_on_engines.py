@@ -7,6 +7,7 @@ import torch
 
 from mismatch_hooks.live.registry import load_registry
 from mismatch_hooks.live.replay import disagreement, replay_operator
+from mismatch_hooks.pipeline.bind import PatchSite, RestoreError
 from mismatch_hooks.schema.enums import Choice, Diagnosis, Origin, PolicyRole
 from mismatch_hooks.schema.replay import OperatorReplay
 from mismatch_hooks.schema.score import ScoringSequence
@@ -116,3 +117,30 @@ def test_a_failure_to_play_is_a_sentence_and_the_arms_are_read(
     (verdict,) = ablate_tiny(llama_engines, "norm.rmsnorm").verdicts
     assert [one.reason for one in verdict.replays] == ["not played: RuntimeError: no room"] * 2
     assert verdict.arms
+
+
+@pytest.mark.parametrize("role", list(PolicyRole))
+def test_a_site_that_something_else_wrote_while_it_was_recorded_ends_ablation(
+    llama_engines: TinyEngines, role: PolicyRole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live: Any = llama_engines.engines[role]
+    binding = llama_engines.reference(role, "norm.rmsnorm")
+    sequence = ScoringSequence(prompt_token_ids=(3, 4, 5), response_token_ids=(6,), response_mask=(True,))
+    model = llama_engines.models[role]
+    site: PatchSite = load_registry().sites(binding.choices, binding.parameters, role, model)["norm.rmsnorm"][0]  # type: ignore[assignment]
+    before, score = vars(site.owner).get(site.name), live.score
+
+    def meddles(*args: Any, **kwargs: Any) -> Any:
+        found = score(*args, **kwargs)
+        setattr(site.owner, site.name, lambda *_: None)
+        return found
+
+    monkeypatch.setattr(type(live), "score", lambda self, *args, **kwargs: meddles(*args, **kwargs))
+    try:
+        with pytest.raises(RestoreError):
+            live.record_calls(binding, sequence)
+    finally:
+        vars(site.owner).pop(site.name, None)
+        if before is not None:
+            setattr(site.owner, site.name, before)
+    assert live.switch_states(binding)[0].effective is Choice.NATIVE

@@ -45,7 +45,8 @@ class Distance:
         elements: values compared.
         differing: values that are not equal; −0.0 equals +0.0, and NaN equals NaN.
         max_abs: largest absolute difference, in the values' own unit; infinite where one side alone is NaN.
-        max_ulp: the same in units in the last place: how many numbers of ``dtype`` lie between the two, plus one.
+        max_ulp: the same in units in the last place: how many numbers of ``dtype`` lie between the two, plus one;
+            thousands around zero, where they lie close together, so it is read beside ``max_abs``.
         dtype: the wider of the two dtypes, by which ``max_ulp`` counts.
     """
 

@@ -21,7 +21,7 @@ from mismatch_hooks.live.settings import with_digest, with_sampling
 from mismatch_hooks.live.tracing import trace_batch
 from mismatch_hooks.live.weights import WeightsWatch
 from mismatch_hooks.pipeline.bind import RestoreError
-from mismatch_hooks.pipeline.compare import differing_settings, not_as_requested, unpinned
+from mismatch_hooks.pipeline.compare import differing_settings, not_as_requested, suspect_settings, unpinned
 from mismatch_hooks.pipeline.floors import noise_above
 from mismatch_hooks.pipeline.guards import GuardInput, notes, tripped
 from mismatch_hooks.pipeline.metrics import MetricState, measure, merge
@@ -341,7 +341,7 @@ class MismatchHooks:
                 allowance_s = self._cadence.allowance_s(elapsed_s=started - self._started)
                 for index, plan in enumerate(self._plans):
                     left_s = allowance_s - (time.perf_counter() - started)
-                    result = self._run_ablation(plan, capture, budget_s=left_s)
+                    result = self._run_ablation(plan, capture, budget_s=left_s, suspects=self._cadence.requested)
                     results.append(result)
                     self._told_apart = self._told_apart or result.paths["training_rescore"]["bitwise_fraction"] == 1.0
                     first = [name.removesuffix(WHILE_DECODING) for name in result.not_reached]
@@ -360,7 +360,8 @@ class MismatchHooks:
         if isinstance(guarded.error, NotRestoredError | RestoreError):
             self._no_ablation = str(guarded.error)
 
-    def _run_ablation(self, plan: Plan, capture: StepCapture, *, budget_s: float) -> AblationResult:
+    def _run_ablation(self, plan: Plan, capture: StepCapture, *, budget_s: float, suspects: bool) -> AblationResult:
+        """Ablate one batch; with ``suspects``, the factors that a setting points to come first."""
         weights = self._weights.check_all(capture.step)
         chosen, sequences = capture.sample(self._config.sample_sequences)
         batch = CapturedBatch(
@@ -374,6 +375,11 @@ class MismatchHooks:
         )
         rollout, training = (with_digest(readback, weights[readback.role]) for readback in self._read_back())
         self._report_readback(capture.step, rollout, training)
+        if suspects:
+            settings = suspect_settings(rollout, training)
+            plan = plan.starting_with(
+                [case.factor.id for case in plan.cases if any(map(case.factor.is_about, settings))]
+            )
         guards = GuardInput(
             sequences=[
                 replace(capture.sequences[index], response_mask=one.response_mask)

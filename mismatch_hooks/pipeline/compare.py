@@ -41,6 +41,16 @@ def not_as_requested(readback: Readback) -> list[str]:
     )
 
 
+def suspect_settings(rollout: Readback, training: Readback) -> list[str]:
+    """Return the keys that are enough by themselves to ask what they change.
+
+    Those are the ones that must match and do not, and those in effect otherwise than requested. Names of
+    implementations differ between any two engines and are not among them.
+    """
+    differing = [key for key in MUST_MATCH if _differs(rollout, training, key)]
+    return list(dict.fromkeys((*differing, *not_as_requested(training), *not_as_requested(rollout))))
+
+
 def unpinned(readback: Readback, required: Sequence[RequiredSetting]) -> list[tuple[RequiredSetting, str]]:
     """Return the settings that have to be pinned on this side and are not, each with one sentence."""
     return [(setting, why) for setting in required if (why := setting.broken(readback))]

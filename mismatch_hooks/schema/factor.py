@@ -253,6 +253,11 @@ class MismatchFactor:
         first, *rest = self.switch.path.split(".")
         return rest[0] if first == "operator" and len(rest) == 2 else ""
 
+    def is_about(self, setting: str) -> bool:
+        """Return whether this factor's own arms show what a readback key changes: its switch, or its operator's."""
+        area, operator, *_ = *setting.split("."), ""
+        return setting == self.switch.path or (area in ("model", "operator") and operator == self.contract != "")
+
     @property
     def evidence(self) -> tuple[str, ...]:
         """Everything that a verdict needs to have seen beside the passes."""

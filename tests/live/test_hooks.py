@@ -209,6 +209,22 @@ def test_what_asks_for_an_ablation_out_of_turn(two_steps: Any, error: float, kin
 
 
 @pytest.mark.parametrize(
+    ("error", "every", "first"),
+    [
+        pytest.param(0.5, 50, FACTOR, id="after an alert what a setting points to comes first"),
+        pytest.param(0.0, 1, "weights.sync", id="in turn the cheapest does"),
+    ],
+)
+def test_a_setting_says_what_is_examined_first(two_steps: Any, error: float, every: int, first: str) -> None:
+    settings = {**FakeEngine(side=ROLLOUT).settings, "model.rope.theta": 1e4}
+    config = {"ablate_every": every, "factors": ["weights.sync", FACTOR]}
+    training = {"settings": {**settings, "model.rope.theta": 5e5}}
+    loop = two_steps({"native_error": error, "settings": settings}, training, config=config)
+    found = [verdict["factor"] for verdict in loop.events("verdict")]
+    assert (found[0], len(found)) == (first, 2)
+
+
+@pytest.mark.parametrize(
     ("rollout", "gate", "expected"),
     [
         pytest.param(

@@ -239,3 +239,20 @@ def test_an_unknown_factor_is_refused_with_what_exists_and_the_nearest(pattern: 
 def test_an_empty_registry_says_so() -> None:
     with pytest.raises(UnknownFactorError, match=r"^no factor matches '\*'; registered: none\.$"):
         Registry(factors={}, adapters={}).select("all")
+
+
+@pytest.mark.parametrize(
+    ("setting", "factors"),
+    [
+        ("model.rope.theta", ["attention.rope_fusion"]),
+        ("model.norm.epsilon", ["norm.rmsnorm"]),
+        ("model.head.dtype", ["logprob.head_dtype"]),
+        ("operator.attention.scale", ["attention.kernel", "rollout.attention_backend"]),
+        ("weights.digest", ["weights.sync"]),
+        ("training.softmax_in_fp32", ["attention.softmax_precision"]),
+        ("model.layers", []),
+        ("rollout.max_model_len", []),
+    ],
+)
+def test_the_factors_that_a_setting_points_to(setting: str, factors: list[str]) -> None:
+    assert [name for name, factor in load_registry().factors.items() if factor.is_about(setting)] == factors

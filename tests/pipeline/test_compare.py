@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mismatch_hooks.pipeline.compare import MUST_MATCH, differing_settings, not_as_requested
+from mismatch_hooks.pipeline.compare import MUST_MATCH, differing_settings, not_as_requested, suspect_settings
 from mismatch_hooks.schema.enums import Source
 from mismatch_hooks.schema.readback import Readback, Reading, Unobservable
 from tests.pipeline.samples import ROLLOUT, TRAINING, readback
@@ -57,3 +57,20 @@ def test_a_setting_that_is_not_as_requested_is_named() -> None:
 
 def test_what_must_match_is_listed_once() -> None:
     assert len(set(MUST_MATCH)) == len(MUST_MATCH)
+
+
+def test_what_is_suspect_by_itself_is_named_once_and_other_names_of_the_same_are_not() -> None:
+    rollout = {
+        "model.dtype": Reading(effective="bf16", source=Source.LIVE_MODULE),
+        "model.rope.theta": Reading(effective=1e4, source=Source.LIVE_MODULE, requested=5e5),
+        "model.attention.scale": Reading(effective=0.25, source=Source.LIVE_MODULE, requested=0.125),
+        "operator.norm.implementation": Reading(effective="RMSNorm", source=Source.LIVE_MODULE),
+    }
+    training = {
+        "model.dtype": "bf16",
+        "model.rope.theta": 5e5,
+        "model.attention.scale": 0.125,
+        "operator.norm.implementation": "WrappedTorchNorm",
+    }
+    found = suspect_settings(Readback(role=ROLLOUT, settings=rollout), readback(TRAINING, training))
+    assert found == ["model.rope.theta", "model.attention.scale"]

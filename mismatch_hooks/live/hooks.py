@@ -165,6 +165,7 @@ class MismatchHooks:
                 sequences=tuple(sequences),
                 weights_at_rollout=self._engines[PolicyRole.TRAINING].mutation_count(),
             )
+            self._weights.see_update(step)
 
     def capture_training(
         self,
@@ -392,6 +393,7 @@ class MismatchHooks:
             rollout_weights=weights[PolicyRole.ROLLOUT],
             training_weights=weights[PolicyRole.TRAINING],
             weights_written=self._weights_written(capture),
+            rollout_updated_at=self._weights.updated_at,
             rollout_masks=[capture.sequences[index].response_mask for index in chosen],
             training_token_ids=capture.token_ids_of(chosen),
             bits_expected=plan.origin is Origin.ALIGNED,

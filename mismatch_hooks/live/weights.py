@@ -16,6 +16,10 @@ class WeightsWatch:
     """Compares per-tensor digests, a rotating layer at a time, so that the whole model is covered in a round.
 
     A tensor that differs stays on the list until a later check finds it equal.
+
+    Attributes:
+        updated_at: the last step whose samples found the rollout's weights written since those of the step before; None
+            while that was not seen.
     """
 
     def __init__(self, engines: Mapping[PolicyRole, ScoringBackend], *, layers: int) -> None:
@@ -26,11 +30,20 @@ class WeightsWatch:
         self._checked = self._unread = 0
         self._differing: dict[str, int] = {}  # name to the step at which it was first seen to differ
         self._latest: Mapping[PolicyRole, WeightsDigest] = {}
+        self._writes: int | None = None
+        self.updated_at: int | None = None
 
     @property
     def differing_since(self) -> int | None:
         """The step at which the first of the tensors that differ now was seen to differ; None when none does."""
         return min(self._differing.values(), default=None)
+
+    def see_update(self, step: int) -> None:
+        """Note whether the rollout's weights were written since the last call; once a step, after sampling."""
+        writes = self._engines[PolicyRole.ROLLOUT].mutation_count()
+        if self._writes is not None and writes != self._writes:
+            self.updated_at = step
+        self._writes = writes
 
     def check_some(self, step: int) -> None:
         """Compare the tensors of the next layer, or those outside the layers."""

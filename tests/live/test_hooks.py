@@ -43,8 +43,8 @@ class Loop:
         config = {**CONFIG, **options.pop("config", {})}
         self.hooks = MismatchHooks(config, rollout=rollout, training=training, shape=SHAPE, run_dir=folder, **options)
 
-    def step(self, step: int, *, sequences: Sequence[int] | None = None) -> None:
-        """Sample, compute, end the step, as a real loop does."""
+    def step(self, step: int, *, sequences: Sequence[int] | None = None, **of_samples: Any) -> None:
+        """Sample, compute, end the step, as a real loop does; samples have what is named beside."""
         scored = [
             ScoringSequence(
                 prompt_token_ids=(1,),
@@ -58,6 +58,7 @@ class Loop:
                 prompt_token_ids=one.prompt_token_ids,
                 response_token_ids=one.response_token_ids,
                 rollout_logprobs=tuple(self.rollout.logprobs(one, Choice.NATIVE)),
+                **of_samples,
             )
             for one in scored
         ]
@@ -418,6 +419,15 @@ def test_tensors_that_nobody_could_read_are_counted_apart_and_block_the_verdict(
     metrics = loop.events("step")[0]["metrics"]
     assert (metrics["weights_checked"], metrics["weights_unread"], metrics["weights_mismatched"]) == (0, 1, 0)
     assert "cannot be compared" in loop.verdict()["gates"]["pitfalls_clear"]["reason"]
+
+
+def test_the_step_of_the_last_weight_update_is_told_with_a_cache_that_outlived_it(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, FakeEngine(ROLLOUT), FakeEngine(TRAINING))
+    for step in range(4):
+        loop.rollout.writes += step == 2  # by the sync before the samples of step 2
+        loop.step(step, cached_tokens=256, cache_outlived_weights=True)
+    reasons = [event["reason"] for event in loop.events("gate") if event["gate"] == "pitfalls_clear"]
+    assert [" at step 2" in reason for reason in reasons] == [False, True, True], reasons
 
 
 def test_the_sampling_settings_of_the_requests_are_read_back_once_there_are_requests(tmp_path: Path) -> None:

@@ -404,15 +404,16 @@ def test_C09_raw_log_probs_of_truncated_sampling_are_a_note_and_block_nothing() 
 
 
 @pytest.mark.parametrize(
-    ("outlived", "words"),
+    ("outlived", "step", "words"),
     [
-        pytest.param(True, "was not reset after the weight update to version 7", id="seen"),
-        pytest.param(None, "may not have been reset after the weight update, which", id="cannot be seen"),
+        pytest.param(True, None, "was not reset after the weight update to version 7", id="seen"),
+        pytest.param(True, 3, "was not reset after the weight update at step 3 to version 7", id="and its step"),
+        pytest.param(None, None, "may not have been reset after the weight update, which", id="cannot be seen"),
     ],
 )
-def test_C12_cached_tokens_of_other_weights_are_counted(outlived: bool | None, words: str) -> None:
+def test_C12_cached_tokens_of_other_weights_are_counted(outlived: bool | None, step: int | None, words: str) -> None:
     served = replace(sequence([-1.0, -2.0, -0.5]), cached_tokens=256, cache_outlived_weights=outlived)
-    (sentence,) = tripped(guard_input([served]))
+    (sentence,) = tripped(replace(guard_input([served]), rollout_updated_at=step))
     assert words in sentence and "256 cached tokens served to 1 sequences; call reset_prefix_cache" in sentence
 
 

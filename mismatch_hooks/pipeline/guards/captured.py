@@ -28,6 +28,8 @@ class GuardInput:
             loop did not hand them over.
         training_rescored: log-probs of the same tokens by a forward of the trainer that nobody but the hooks made, with
             nothing bound, one list a sequence; None where none was made.
+        rollout_updated_at: the step before whose samples the rollout's weights were last seen written; None where that
+            was not seen.
         bits_expected: True when arms are compared at a bitwise floor.
     """
 
@@ -42,6 +44,7 @@ class GuardInput:
     rollout_masks: Sequence[Sequence[bool] | None] | None = None
     training_token_ids: Sequence[Sequence[int]] | None = None
     training_rescored: Sequence[Sequence[float]] | None = None
+    rollout_updated_at: int | None = None
     bits_expected: bool = False
 
 

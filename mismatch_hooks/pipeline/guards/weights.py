@@ -52,9 +52,10 @@ def captured_after_update(found: GuardInput) -> list[str]:
 def prefix_cache_outlived_weights(found: GuardInput) -> list[str]:
     """Cached tokens that may have been computed with other weights; scoring prompts again bypasses the cache."""
     sentences = []
+    step = "" if found.rollout_updated_at is None else f" at step {found.rollout_updated_at}"
     for outlived, what in (
-        (True, "was not reset after the weight update"),
-        (None, "may not have been reset after the weight update, which this engine cannot be asked"),
+        (True, f"was not reset after the weight update{step}"),
+        (None, f"may not have been reset after the weight update{step}, which this engine cannot be asked"),
     ):
         served = [one for one in found.sequences if one.cached_tokens and one.cache_outlived_weights is outlived]
         if served:

@@ -59,7 +59,12 @@ def test_C02_a_norm_that_rounds_before_its_weight_on_rollout_is_named_with_its_s
     assert above_floor(verdicts["norm.rmsnorm"]) == {Arm.TRAINING_REFERENCE_ONLY, Arm.BOTH_NATIVE}
 
 
-def test_C02_control_with_all_norm_weights_1_it_rounds_nothing_away(llama_engines: TinyEngines) -> None:
+@pytest.mark.parametrize(
+    ("side", "fault"), [(ROLLOUT, rollout_norm_rounds_early), (TRAINING, training_norm_rounds_early)]
+)
+def test_C02_control_with_all_norm_weights_1_it_rounds_nothing_away(
+    side: PolicyRole, fault: Fault, llama_engines: TinyEngines
+) -> None:
     norms = [
         (parameter, parameter.detach().clone())
         for model in llama_engines.models.values()
@@ -70,7 +75,7 @@ def test_C02_control_with_all_norm_weights_1_it_rounds_nothing_away(llama_engine
         with torch.no_grad():
             for parameter, _ in norms:
                 parameter.fill_(1.0)
-        verdicts = judged(llama_engines, {("norm.rmsnorm", ROLLOUT): rollout_norm_rounds_early})
+        verdicts = judged(llama_engines, {("norm.rmsnorm", side): fault})
     finally:
         with torch.no_grad():
             for parameter, before in norms:

@@ -174,7 +174,7 @@ bench: $(INSTALLED)
 	@$(ON_PATH)
 	for file in benchmarks/*.py; do
 		echo "== $$file" >&2
-		python "$$file" $(BENCH_ARGS)
+		python -m "benchmarks.$$(basename "$$file" .py)" $(BENCH_ARGS)
 	done
 
 # What the lock leaves out on purpose is expected to be missed; anything else is a fault.

@@ -84,7 +84,7 @@ def judge(
             watched = _passes(factor, run, before, path)
             passes = {key: one.score for key, one in watched.items()}
             other_side = {key[0]: one.other_side for key, one in watched.items() if key[1] is not Choice.NATIVE}
-            missing = missing_evidence(factor, execution)
+            missing = missing_evidence(factor, execution, case.reference)
             gates = verify(factor, passes, other_side, batch.sequences, pitfalls, notes, missing)
             read = blocked(gates)
             if read is None and path is _PREFILL:

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
@@ -14,7 +15,17 @@ from mismatch_hooks.live.registry import Registry, UnknownFactorError
 from mismatch_hooks.live.supported import ENGINES
 from mismatch_hooks.pipeline.discover import discover, unmet_prerequisites
 from mismatch_hooks.pipeline.plan import needed_operators, plan
-from mismatch_hooks.schema.enums import ModelFamily, NoiseFloor, Origin, PlanOutcome, PolicyRole, RebindCost
+from mismatch_hooks.schema.enums import (
+    Arm,
+    Expansion,
+    ExpectedOutcome,
+    ModelFamily,
+    NoiseFloor,
+    Origin,
+    PlanOutcome,
+    PolicyRole,
+    RebindCost,
+)
 from mismatch_hooks.schema.factor import MismatchFactor
 from mismatch_hooks.schema.freeze import thaw
 from mismatch_hooks.schema.plan import Candidate, Surroundings
@@ -73,9 +84,10 @@ def surroundings(
     """
     needs = [need for one in factors for need in (one.prerequisites, *(r.prerequisites for r in one.references))]
     return Surroundings(
-        packages=_installed({package for need in needs for package in need.packages}),
+        packages=_installed({package for need in needs for package in need.required_packages}),
         cuda_devices=cuda_devices(),
         model_traits=tuple(traits),
+        ops=_registered({name for need in needs for name in need.required_ops}),
         capabilities=_declared(factors) if capabilities is None else capabilities,
     )
 
@@ -134,6 +146,7 @@ def plan_factors(
                 "factor": case.factor.id,
                 "reference": case.reference.name if case.reference else "",
                 "arms": list(case.factor.arms),
+                "expected": _expected(case.factor, made.origin),
                 "passes": len(case.factor.passes),
                 "passed_over": case.reason,
             }
@@ -194,9 +207,15 @@ def _row(factor: MismatchFactor, candidate: Candidate, here: Surroundings) -> di
         "reference": candidate.reference.name if candidate.reference else "",
         "outcome": candidate.outcome.value,
         "reason": "" if candidate.outcome is PlanOutcome.PLANNED else candidate.reason,
-        "model_traits": list(factor.prerequisites.model_traits),
+        "model_traits": list(factor.prerequisites.required_model_traits),
         "pitfalls": thaw(factor.pitfalls),
     }
+
+
+def _expected(factor: MismatchFactor, origin: Origin) -> dict[str, str]:
+    if factor.expansion is Expansion.STANDARD_FOUR:
+        return {arm: Arm(arm).expected(origin).value for arm in factor.arms}
+    return dict.fromkeys(factor.arms, ExpectedOutcome.MEASURE_ONLY.value)
 
 
 def _declared(factors: Sequence[MismatchFactor]) -> dict[PolicyRole, dict[str, RebindCost]]:
@@ -204,6 +223,15 @@ def _declared(factors: Sequence[MismatchFactor]) -> dict[PolicyRole, dict[str, R
         role: {one.switch.path: one.switch.rebind_cost for one in factors if role in one.switch.roles}
         for role in PolicyRole
     }
+
+
+def _registered(ops: Iterable[str]) -> tuple[str, ...]:
+    # An operator is there once its library is loaded; a command that loads no engine has none.
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return ()
+    parts = {name: name.split("::") for name in ops}
+    return tuple(name for name, (space, own) in parts.items() if hasattr(getattr(torch.ops, space), own))
 
 
 def _installed(packages: Iterable[str]) -> dict[str, str]:

@@ -7,7 +7,7 @@ import numpy as np
 
 from mismatch_hooks.pipeline.score import ArmTokens, FloatArray
 from mismatch_hooks.pipeline.statistics import LEVEL, RELEVANT_SHARE, paired_effect
-from mismatch_hooks.schema.enums import Arm, Diagnosis, GateName, PolicyRole
+from mismatch_hooks.schema.enums import Arm, Diagnosis, ExpectedOutcome, GateName, Origin, PolicyRole
 from mismatch_hooks.schema.factor import BASELINE
 from mismatch_hooks.schema.score import WeightsDigest
 from mismatch_hooks.schema.verdict import Gate, PairedEffect
@@ -176,10 +176,11 @@ def diagnose_from_aligned(arms: Mapping[str, ArmTokens]) -> Finding:
         return unreadable
     above = {arm: int(np.count_nonzero(values.dlogp)) for arm, values in arms.items()}
     tokens = arms[Arm.BOTH_NATIVE].training.size
-    if above[Arm.BOTH_REFERENCE]:
+    exact = [arm for arm in Arm if arm.expected(Origin.ALIGNED) is ExpectedOutcome.BITWISE_IDENTICAL]
+    if any(above[arm] for arm in exact):
         reason = (
-            f"With every reference on both sides {above[Arm.BOTH_REFERENCE]} of {tokens} tokens differ: the reference, "
-            "or something that no factor covers, is not the same on the two sides."
+            f"With every reference on both sides {max(above[arm] for arm in exact)} of {tokens} tokens differ: the "
+            "reference, or something that no factor covers, is not the same on the two sides."
         )
         return Finding(diagnosis=Diagnosis.REFERENCE_ITSELF_IS_BROKEN, reason=reason)
     if not above[Arm.BOTH_NATIVE]:

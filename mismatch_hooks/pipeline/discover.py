@@ -55,10 +55,10 @@ def _choose(factor: MismatchFactor, surroundings: Surroundings) -> tuple[Referen
 
 def unmet_prerequisites(needs: Prerequisites, surroundings: Surroundings) -> tuple[str, ...]:
     """Return what is missing, one phrase each; installed versions are compared by PEP 440, nothing is imported."""
-    unmet = []
+    unmet = list(needs.blocked_by)
     # A distribution may spell its own name with underscores (transformer_engine does); PEP 503 makes both one name.
     found = {canonicalize_name(name): version for name, version in surroundings.packages.items()}
-    for package, wanted in needs.packages.items():
+    for package, wanted in needs.required_packages.items():
         installed = found.get(canonicalize_name(package))
         if installed is None:
             unmet.append(f"{package}{wanted} is not installed")
@@ -66,7 +66,10 @@ def unmet_prerequisites(needs: Prerequisites, surroundings: Surroundings) -> tup
             unmet.append(f"{package} {installed} is installed and {package}{wanted} is needed")
     if needs.device == "cuda" and surroundings.cuda_devices < needs.min_device_count:
         unmet.append(f"{needs.min_device_count} CUDA device(s) needed, {surroundings.cuda_devices} found")
-    unmet += [f"the model has no {trait}" for trait in needs.model_traits if trait not in surroundings.model_traits]
+    unmet += [
+        f"the model has no {trait}" for trait in needs.required_model_traits if trait not in surroundings.model_traits
+    ]
+    unmet += [f"torch has no operator {name} here" for name in needs.required_ops if name not in surroundings.ops]
     return tuple(unmet)
 
 

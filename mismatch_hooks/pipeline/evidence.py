@@ -5,21 +5,30 @@ from collections.abc import Callable, Mapping
 from mismatch_hooks.pipeline.contracts import contract_of
 from mismatch_hooks.schema.enums import PolicyRole
 from mismatch_hooks.schema.environment import ExecutionFingerprint
-from mismatch_hooks.schema.factor import MismatchFactor
+from mismatch_hooks.schema.factor import MismatchFactor, ReferenceImplementation
 from mismatch_hooks.schema.readback import Unobservable
 
 # From an execution, a factor and one role of its switch to why there is no such evidence of it, or "".
 _Look = Callable[[ExecutionFingerprint, MismatchFactor, PolicyRole], str]
 
 
-def missing_evidence(factor: MismatchFactor, execution: ExecutionFingerprint) -> tuple[str, ...]:
+def missing_evidence(
+    factor: MismatchFactor, execution: ExecutionFingerprint, reference: ReferenceImplementation | None = None
+) -> tuple[str, ...]:
     """Return one sentence for each kind of evidence that the factor requires and this execution does not have.
 
     Args:
         factor: what is examined; only the roles of its switch are looked at.
         execution: what was read around the passes.
+        reference: the implementation that was bound; what it requires of the settings has to be in effect.
     """
-    return tuple(
+    unset = tuple(
+        f"Reference {reference.name} needs a setting: {why}"
+        for setting in (reference.required_settings if reference else ())
+        for role in factor.switch.roles
+        if reference and (why := setting.broken(execution.settings[role]))
+    )
+    return unset + tuple(
         f"No {name} from {role.value}: {why}."
         for name in factor.evidence
         for role in factor.switch.roles
@@ -83,4 +92,5 @@ EVIDENCE: Mapping[str, _Look] = {
     "model shape": _shape,
     "position cache": _positions,
     "vocab shard map": _vocabulary,
+    "log-sum-exp export": lambda execution, factor, role: "no engine exports the sums of its vocabulary shards",
 }

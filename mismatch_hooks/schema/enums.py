@@ -36,6 +36,18 @@ class Arm(StrEnum):
             PolicyRole.TRAINING: Choice.REFERENCE if training else Choice.NATIVE,
         }
 
+    def expected(self, origin: "Origin") -> "ExpectedOutcome":
+        """What must be seen in this arm before any other is read."""
+        exact = self is Arm.BOTH_REFERENCE and origin is Origin.ALIGNED
+        return ExpectedOutcome.BITWISE_IDENTICAL if exact else ExpectedOutcome.MEASURE_ONLY
+
+
+class ExpectedOutcome(Enum):
+    """Whether an arm checks the measurement itself, or is what is measured."""
+
+    BITWISE_IDENTICAL = "bitwise_identical"
+    MEASURE_ONLY = "measure_only"
+
 
 class Choice(Enum):
     """What one role runs for one factor."""

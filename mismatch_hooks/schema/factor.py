@@ -19,6 +19,7 @@ from mismatch_hooks.schema.enums import (
     SettingChannel,
     Value,
 )
+from mismatch_hooks.schema.environment import RequiredSetting
 from mismatch_hooks.schema.freeze import FrozenMapping, SchemaError, freeze
 
 # The arm of a sweep in which both sides are native.
@@ -29,6 +30,8 @@ BASE_EVIDENCE = ("effective-config readback", "model-state fingerprint", "librar
 _EXACT_VERSION = re.compile(
     r"[0-9]+(\.[0-9]+)*((a|b|rc)[0-9]+)?(\.post[0-9]+)?(\.dev[0-9]+)?(\+[a-z0-9]+(\.[a-z0-9]+)*)?"
 )
+_COMMIT, _DIGEST = re.compile(r"[0-9a-f]{7,40}"), re.compile(r"sha256:[0-9a-f]{64}")
+_OPERATOR = re.compile(r"\w+::\w+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,21 +70,35 @@ class Switch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LibraryPin:
-    """An exact version that a reference was verified with.
+    """An exact build that a reference was verified with.
 
     Attributes:
         package: distribution name.
         version: one exact version; ranges and specifiers are refused.
+        commit: of the source, where a version does not name it: 7 to 40 hexadecimal digits.
+        container_digest: of the image that it was verified in, ``sha256:`` and 64 hexadecimal digits.
     """
 
     package: str
     version: str
+    commit: str = ""
+    container_digest: str = ""
 
     def __post_init__(self) -> None:
         if not _EXACT_VERSION.fullmatch(self.version):
             raise SchemaError(
                 f"LibraryPin {self.package}: got version {self.version!r}; accepts one exact observed "
                 "version such as '1.2.3'."
+            )
+        if self.commit and not _COMMIT.fullmatch(self.commit):
+            raise SchemaError(
+                f"LibraryPin {self.package}: got commit {self.commit!r}; accepts 7 to 40 hexadecimal digits, not a "
+                "branch or a tag."
+            )
+        if self.container_digest and not _DIGEST.fullmatch(self.container_digest):
+            raise SchemaError(
+                f"LibraryPin {self.package}: got container_digest {self.container_digest!r}; accepts 'sha256:' and 64 "
+                "hexadecimal digits, not a tag."
             )
 
 
@@ -90,21 +107,30 @@ class Prerequisites:
     """What must hold before a factor, or one implementation of its reference, can run.
 
     Attributes:
-        packages: distribution name to a PEP 440 specifier; checked against installed versions, never by importing.
+        required_packages: distribution name to a PEP 440 specifier; checked against installed versions, never by
+            importing.
+        required_ops: torch operators that have to be registered in this process (``"_C::rms_norm"``).
         device: ``"cuda"`` when a CUDA device is needed, else empty.
         min_device_count: devices needed.
-        model_traits: traits that the model's shape must have (``"rope"``, ``"qk_norm"``, ``"moe"``).
+        required_model_traits: traits that the model's shape must have (``"rope"``, ``"qk_norm"``, ``"moe"``).
+        blocked_by: what is missing here and nothing on a host can supply, one phrase each; while there is one, it is
+            declared, listed and never run.
     """
 
-    packages: Mapping[str, str] = field(default_factory=FrozenMapping)
+    required_packages: Mapping[str, str] = field(default_factory=FrozenMapping)
+    required_ops: tuple[str, ...] = ()
     device: str = ""
     min_device_count: int = 1
-    model_traits: tuple[str, ...] = ()
+    required_model_traits: tuple[str, ...] = ()
+    blocked_by: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "packages", FrozenMapping(self.packages))
+        object.__setattr__(self, "required_packages", FrozenMapping(self.required_packages))
         if self.device not in ("", "cuda"):
             raise SchemaError(f"Prerequisites.device: got {self.device!r}; accepts '' or 'cuda'.")
+        for name in self.required_ops:
+            if not _OPERATOR.fullmatch(name):
+                raise SchemaError(f"Prerequisites.required_ops: got {name!r}; accepts 'namespace::name'.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +142,8 @@ class ReferenceImplementation:
         authority: why it may be believed.
         covers_paths: paths on which it must agree with itself bitwise; the self-check of ``both_reference``.
         prerequisites: what must hold for it to run; the first implementation whose prerequisites hold is used.
-        pins: exact versions of every library that it calls.
+        required_settings: what each side that has the switch must have in effect for its bits to mean anything.
+        pinned_libraries: the exact build of every library that it calls.
         determinism: how far its result is the same bits; one that claims every topology is repeated under each
             environment of its factor's ``repeat_under`` before an arm is read.
         verified_on: where its numbers were seen, in words (``"CPU"``); ``"not run on a GPU yet"`` where they were not.
@@ -126,16 +153,18 @@ class ReferenceImplementation:
     authority: ReferenceAuthority
     covers_paths: tuple[ExecutionPath, ...]
     prerequisites: Prerequisites = Prerequisites()
-    pins: tuple[LibraryPin, ...] = ()
+    required_settings: tuple[RequiredSetting, ...] = ()
+    pinned_libraries: tuple[LibraryPin, ...] = ()
     determinism: DeterminismLevel = DeterminismLevel.STABLE_ACROSS_RUNS
     verified_on: str
 
     def __post_init__(self) -> None:
-        unpinned = sorted(set(self.prerequisites.packages) - {pin.package for pin in self.pins})
+        pinned = {pin.package for pin in self.pinned_libraries}
+        unpinned = sorted(set(self.prerequisites.required_packages) - pinned)
         if unpinned:
             raise SchemaError(
                 f"ReferenceImplementation {self.name}: {', '.join(unpinned)} is needed and not pinned; add the exact "
-                "version that it was verified with to pins."
+                "version that it was verified with to pinned_libraries."
             )
 
 
@@ -208,12 +237,12 @@ class MismatchFactor:
             raise SchemaError(
                 f"{self.id}: pairwise is what follows for a factor that was found to be coupled; declare standard_four."
             )
-        if self.expansion is Expansion.STANDARD_FOUR:
+        if self.expansion is Expansion.STANDARD_FOUR and not self.prerequisites.blocked_by:
             if not self.references or self.switch.values != (Choice.REFERENCE,) or len(self.switch.roles) < 2:
                 raise SchemaError(
                     f"{self.id}: four arms need a reference, the values ('native', 'reference') and both roles."
                 )
-        elif self.references:
+        elif self.references and self.expansion is not Expansion.STANDARD_FOUR:
             raise SchemaError(f"{self.id}: {self.expansion.value} has no use for references; remove them.")
         empty = [name for name, values in self.repeat_under.items() if not values]
         if empty:
@@ -240,7 +269,9 @@ class MismatchFactor:
 
     @property
     def _is_bound_live(self) -> bool:
-        return self.expansion is not Expansion.CONTENT and self.switch.rebind_cost is RebindCost.PER_REQUEST
+        if self.expansion is Expansion.CONTENT or self.prerequisites.blocked_by:
+            return False
+        return self.switch.rebind_cost is RebindCost.PER_REQUEST
 
     @property
     def operator(self) -> str:

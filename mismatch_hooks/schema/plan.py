@@ -16,12 +16,14 @@ class Surroundings:
         packages: installed distribution name to version.
         cuda_devices: visible CUDA devices.
         model_traits: traits of the model's shape.
+        ops: torch operators that are registered in this process, of those that a declaration asks for.
         capabilities: role to (switch path to the cost of flipping it there).
     """
 
     packages: Mapping[str, str]
     cuda_devices: int
     model_traits: tuple[str, ...]
+    ops: tuple[str, ...] = ()
     capabilities: Mapping[PolicyRole, Mapping[str, RebindCost]] = field(default_factory=FrozenMapping)
 
     def __post_init__(self) -> None:

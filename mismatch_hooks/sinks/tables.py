@@ -10,6 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 _WIDEST = 120
+# Columns of ids, which somebody copies: never cut while another column can be broken into lines.
+_IDS = ("factor", "left out", "reference")
 
 
 def to_text(rendered: RenderableType) -> str:
@@ -97,7 +99,7 @@ def _broken(document: Mapping[str, Any]) -> list[RenderableType]:
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column in columns:
-        table.add_column(column)
+        table.add_column(column, no_wrap=column in _IDS)
     return table
 
 

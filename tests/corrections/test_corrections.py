@@ -228,11 +228,11 @@ def test_correction_08_a_sweep_has_a_baseline_and_attributes_nothing() -> None:
 
 
 def test_correction_09_prerequisites_are_versions_of_distributions_and_not_importability() -> None:
-    needs = Prerequisites(packages={"numpy": ">=99"})  # numpy can be imported all the same
+    needs = Prerequisites(required_packages={"numpy": ">=99"})  # numpy can be imported all the same
     here = Surroundings(packages={"numpy": np.__version__}, cuda_devices=0, model_traits=())
     (unmet,) = unmet_prerequisites(needs, here)
     assert np.__version__ in unmet and ">=99" in unmet
-    assert unmet_prerequisites(Prerequisites(packages={"numpy": f"=={np.__version__}"}), here) == ()
+    assert unmet_prerequisites(Prerequisites(required_packages={"numpy": f"=={np.__version__}"}), here) == ()
 
 
 def test_correction_10_a_proven_equivalence_suppresses_what_it_matches_and_nothing_else() -> None:
@@ -349,7 +349,7 @@ def test_correction_18_a_pin_is_one_version_and_every_library_of_a_reference_has
         LibraryPin(package="torch", version=version)
     for factor in load_registry().factors.values():
         for reference in factor.references:
-            assert set(reference.prerequisites.packages) <= {pin.package for pin in reference.pins}
+            assert set(reference.prerequisites.required_packages) <= {pin.package for pin in reference.pinned_libraries}
 
 
 @pytest.mark.parametrize("given", [True, 8192.0, 8192.5, "8192"])

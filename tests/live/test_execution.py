@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from mismatch_hooks.live.execution import execution_of, own_revision
-from mismatch_hooks.schema.enums import Origin, PolicyRole
-from mismatch_hooks.schema.environment import EnvironmentFingerprint, ExecutionFingerprint, ReuseKey
+from mismatch_hooks.pipeline.evidence import missing_evidence
+from mismatch_hooks.schema.enums import Origin, PolicyRole, SettingChannel
+from mismatch_hooks.schema.environment import EnvironmentFingerprint, ExecutionFingerprint, RequiredSetting, ReuseKey
 from mismatch_hooks.schema.identity import ComparisonIdentity
 from tests.live.test_hooks import SHAPE
-from tests.pipeline.samples import ROLLOUT, SEQUENCES, TRAINING, digest, readback
+from tests.pipeline.samples import FP32, ROLLOUT, ROPE, SEQUENCES, TRAINING, digest, readback
 
 SETTINGS = {
     "library.numpy": "2.0",
@@ -134,3 +135,30 @@ def test_what_may_be_kept_ends_at_the_first_part_that_differs() -> None:
     assert before.kept_from(before) == ("process", "process_group", "engine", "request")
     assert replace(before, request={"batch": 2}).kept_from(before) == ("process", "process_group", "engine")
     assert replace(before, process={"isa": "avx512"}).kept_from(before) == ()
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentences"),
+    [
+        pytest.param("Ring", (), id="as the reference needs it"),
+        pytest.param(
+            "Tree",
+            tuple(
+                f"Reference fp32 needs a setting: NCCL_ALGO on {role.value} is 'Ring'; it has to be 'Tree'."
+                for role in PolicyRole
+            ),
+            id="otherwise",
+        ),
+    ],
+)
+def test_a_setting_that_a_reference_needs_is_evidence(setting: str, sentences: tuple[str, ...]) -> None:
+    needed = RequiredSetting(
+        key="NCCL_ALGO",
+        readback="environment.NCCL_ALGO",
+        channel=SettingChannel.ENVIRONMENT_VARIABLE,
+        value=setting,
+    )
+    reference = replace(FP32, required_settings=(needed,))
+    factor = replace(ROPE, required_evidence=())
+    assert missing_evidence(factor, execution(), reference) == sentences
+    assert missing_evidence(factor, execution()) == ()

@@ -48,7 +48,7 @@ ROPE = MismatchFactor(
     switch=Switch(path="operator.rope.implementation", allowed=("native", "reference")),
     references=(FP32,),
     call_sites=(CallSite(role=ROLLOUT, name="rotary_emb"), CallSite(role=TRAINING, name="apply_rotary")),
-    prerequisites=Prerequisites(model_traits=("rope",)),
+    prerequisites=Prerequisites(required_model_traits=("rope",)),
     recommendation="put rope in fp32 on the {side} side.",
 )
 

@@ -18,8 +18,10 @@ FUSED = ReferenceImplementation(
     name="shared_backend",
     authority=ReferenceAuthority.SHARED_BACKEND,
     covers_paths=(),
-    prerequisites=Prerequisites(packages={"transformer-engine": ">=2.20,<3"}, device="cuda", min_device_count=2),
-    pins=(LibraryPin(package="transformer-engine", version="2.20.2"),),
+    prerequisites=Prerequisites(
+        required_packages={"transformer-engine": ">=2.20,<3"}, device="cuda", min_device_count=2
+    ),
+    pinned_libraries=(LibraryPin(package="transformer-engine", version="2.20.2"),),
     verified_on="nowhere yet",
 )
 
@@ -72,7 +74,7 @@ def test_a_distribution_is_found_however_it_spells_its_name(name: str) -> None:
     ],
 )
 def test_installed_versions_are_compared_by_pep_440(installed: str, met: bool) -> None:
-    needs = replace(FUSED, prerequisites=Prerequisites(packages={"transformer-engine": ">=2.20,<3"}))
+    needs = replace(FUSED, prerequisites=Prerequisites(required_packages={"transformer-engine": ">=2.20,<3"}))
     found = _only(replace(ROPE, references=(needs,)), _here(packages={"transformer-engine": installed}))
     assert (found.outcome is PlanOutcome.PLANNED) is met
     if not met:
@@ -195,3 +197,16 @@ def test_what_aligned_needs_follows_from_the_model(
     assert set(found) & (varying | {"operator.linear.reduction"}) == present
     declared = {factor.switch.path for factor in load_registry().factors.values() if factor.references}
     assert {path for path in found if not path.startswith("operator.moe.")} <= declared
+
+
+def test_what_is_blocked_is_skipped_with_what_it_waits_for() -> None:
+    blocked = replace(ROPE, prerequisites=Prerequisites(blocked_by=("no such model has run", "no adapter")))
+    found = _only(blocked, _here())
+    assert (found.outcome, found.reason) == (PlanOutcome.SKIPPED, "no such model has run; no adapter")
+
+
+def test_an_operator_of_torch_is_there_only_where_it_is_registered() -> None:
+    needs = replace(FP32, prerequisites=Prerequisites(required_ops=("_C::rms_norm",)))
+    without = _only(replace(ROPE, references=(needs,)), _here())
+    assert without.reason == "no reference can run: fp32: torch has no operator _C::rms_norm here"
+    assert _only(replace(ROPE, references=(needs,)), _here(ops=("_C::rms_norm",))).reference == needs

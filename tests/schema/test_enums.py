@@ -4,7 +4,7 @@ from enum import IntEnum
 
 import pytest
 
-from mismatch_hooks.schema.enums import DeterminismLevel, Diagnosis, NoiseFloor
+from mismatch_hooks.schema.enums import Arm, DeterminismLevel, Diagnosis, ExpectedOutcome, NoiseFloor, Origin
 
 # True: the arms were read. False: nothing could be concluded, which never mixes with "judged, clean".
 JUDGED = {
@@ -46,3 +46,10 @@ def test_an_ordered_vocabulary_has_these_members_in_this_order(vocabulary: type[
 def test_a_diagnosis_is_one_of_eight_words_and_says_whether_anything_was_judged() -> None:
     found = [(name, member.value, member.judged) for name, member in Diagnosis.__members__.items()]
     assert found == [(name, name.lower(), judged) for name, judged in JUDGED.items()]
+
+
+@pytest.mark.parametrize(("origin", "exact"), [(Origin.NATIVE, []), (Origin.ALIGNED, [Arm.BOTH_REFERENCE])])
+def test_an_arm_checks_the_measurement_only_where_every_operator_is_on_its_reference(
+    origin: Origin, exact: list[Arm]
+) -> None:
+    assert [arm for arm in Arm if arm.expected(origin) is ExpectedOutcome.BITWISE_IDENTICAL] == exact

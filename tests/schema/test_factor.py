@@ -69,14 +69,14 @@ def test_a_pin_refuses_ranges_and_specifiers(version: str) -> None:
 
 
 def test_a_reference_pins_every_package_that_it_needs() -> None:
-    needs = Prerequisites(packages={"a": ">=1", "b": ">=2"})
+    needs = Prerequisites(required_packages={"a": ">=1", "b": ">=2"})
     with pytest.raises(SchemaError, match=r"^ReferenceImplementation fused: b is needed and not pinned; add the exact"):
         ReferenceImplementation(
             name="fused",
             authority=ReferenceAuthority.SHARED_BACKEND,
             covers_paths=(),
             prerequisites=needs,
-            pins=(LibraryPin(package="a", version="1.0"),),
+            pinned_libraries=(LibraryPin(package="a", version="1.0"),),
             verified_on="CPU",
         )
 
@@ -170,8 +170,41 @@ def test_every_role_of_the_switch_needs_a_call_site() -> None:
 
 def test_prerequisites_are_frozen_and_know_one_kind_of_device() -> None:
     packages = {"a": ">=1"}
-    needs = Prerequisites(packages=packages)
+    needs = Prerequisites(required_packages=packages)
     packages["b"] = "<2"
-    assert (type(needs.packages), needs.packages) == (FrozenMapping, {"a": ">=1"})
+    assert (type(needs.required_packages), needs.required_packages) == (FrozenMapping, {"a": ">=1"})
     with pytest.raises(SchemaError, match=r"^Prerequisites\.device: got 'gpu'; accepts '' or 'cuda'\.$"):
         Prerequisites(device="gpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        pytest.param(
+            {"commit": "main"}, "got commit 'main'; accepts 7 to 40 hexadecimal digits, not a branch", id="branch"
+        ),
+        pytest.param({"commit": "abc"}, "got commit 'abc'; accepts 7 to 40", id="too short"),
+        pytest.param(
+            {"container_digest": "nemo:26.02"}, "got container_digest 'nemo:26.02'; accepts 'sha256:'", id="tag"
+        ),
+    ],
+)
+def test_a_pin_takes_no_name_that_moves(changes: dict[str, str], sentence: str) -> None:
+    with pytest.raises(SchemaError) as refused:
+        LibraryPin(package="p", version="1.0", **changes)
+    assert str(refused.value).startswith(f"LibraryPin p: {sentence}")
+    kept = LibraryPin(package="p", version="1.0", commit="0123abc", container_digest="sha256:" + "0" * 64)
+    assert kept.commit == "0123abc"
+
+
+def test_a_required_operator_has_a_namespace() -> None:
+    with pytest.raises(
+        SchemaError, match=r"^Prerequisites\.required_ops: got 'rms_norm'; accepts 'namespace::name'\.$"
+    ):
+        Prerequisites(required_ops=("rms_norm",))
+
+
+def test_a_blocked_factor_is_declared_without_anything_to_bind() -> None:
+    blocked = Prerequisites(blocked_by=("no such model has run",))
+    factor = _factor(references=(), call_sites=(), prerequisites=blocked)
+    assert not factor.needs_adapter

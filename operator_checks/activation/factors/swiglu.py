@@ -20,7 +20,7 @@ FACTOR = MismatchFactor(
         CallSite(role=PolicyRole.ROLLOUT, name="model.layers.*.mlp.act_fn"),
         CallSite(role=PolicyRole.TRAINING, name="decoder.layers.*.mlp: silu(gate) * up"),
     ),
-    prerequisites=Prerequisites(model_traits=("gated_mlp",)),
+    prerequisites=Prerequisites(required_model_traits=("gated_mlp",)),
     pitfalls=("weights_differ",),
     recommendation=(
         "Check on the {side} side that the first half of gate_up is the gate and that nothing clamps or offsets it; if "

@@ -22,9 +22,9 @@ FACTOR = MismatchFactor(
             authority=ReferenceAuthority.SHARED_BACKEND,
             covers_paths=(ExecutionPath.TRAINING_FULL_PREFILL, ExecutionPath.ROLLOUT_FULL_PREFILL),
             prerequisites=Prerequisites(
-                packages={"transformer-engine": ">=2.20,<3", "flashinfer-python": ">=0.7,<0.8"}, device="cuda"
+                required_packages={"transformer-engine": ">=2.20,<3", "flashinfer-python": ">=0.7,<0.8"}, device="cuda"
             ),
-            pins=(
+            pinned_libraries=(
                 LibraryPin(package="transformer-engine", version="2.20.2"),
                 LibraryPin(package="flashinfer-python", version="0.7.4"),
             ),
@@ -41,7 +41,7 @@ FACTOR = MismatchFactor(
         CallSite(role=PolicyRole.ROLLOUT, name="model.layers.*.self_attn.rotary_emb"),
         CallSite(role=PolicyRole.TRAINING, name="decoder.layers.*.self_attention: apply_rotary_pos_emb"),
     ),
-    prerequisites=Prerequisites(model_traits=("rope",)),
+    prerequisites=Prerequisites(required_model_traits=("rope",)),
     # Fused or not is what the factor is about: it is recorded, as an implementation is.
     comparison_rules={"extra.fused": ComparisonRule.RECORD_ONLY, **DEFAULT_RULES},
     required_evidence=("model shape", "position cache"),

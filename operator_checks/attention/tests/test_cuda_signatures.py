@@ -15,7 +15,7 @@ import pytest
 from mismatch_hooks.operator_checks.attention.factors.rope_fusion import FACTOR
 
 WHEELS = Path(__file__).resolve().parents[3] / ".cuda-signatures"
-PINS = {pin.package: pin.version for reference in FACTOR.references for pin in reference.pins}
+PINS = {pin.package: pin.version for reference in FACTOR.references for pin in reference.pinned_libraries}
 
 
 def _wiring() -> ast.Module:

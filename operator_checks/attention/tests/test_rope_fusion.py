@@ -13,9 +13,9 @@ def test_every_pitfall_of_the_factor_has_a_guard() -> None:
 
 def test_every_pinned_version_lies_in_the_range_that_is_accepted() -> None:
     for reference in FACTOR.references:
-        pins = {pin.package: pin.version for pin in reference.pins}
-        assert set(reference.prerequisites.packages) <= set(pins)
-        for package, accepted in reference.prerequisites.packages.items():
+        pins = {pin.package: pin.version for pin in reference.pinned_libraries}
+        assert set(reference.prerequisites.required_packages) <= set(pins)
+        for package, accepted in reference.prerequisites.required_packages.items():
             assert SpecifierSet(accepted).contains(pins[package]), f"{package}=={pins[package]} is not {accepted}"
 
 
@@ -26,7 +26,11 @@ def test_the_shared_backend_is_preferred_and_fp32_runs_everywhere() -> None:
         ReferenceAuthority.SHARED_BACKEND,
         "cuda",
     )
-    assert (fp32.name, fp32.authority, fp32.prerequisites.packages) == ("fp32", ReferenceAuthority.SELF_WRITTEN, {})
+    assert (fp32.name, fp32.authority, fp32.prerequisites.required_packages) == (
+        "fp32",
+        ReferenceAuthority.SELF_WRITTEN,
+        {},
+    )
     assert fp32.covers_paths == tuple(ExecutionPath)
 
 

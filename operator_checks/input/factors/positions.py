@@ -21,7 +21,7 @@ FACTOR = MismatchFactor(
         CallSite(role=PolicyRole.ROLLOUT, name="model: positions"),
         CallSite(role=PolicyRole.TRAINING, name="rotary_pos_emb"),
     ),
-    prerequisites=Prerequisites(model_traits=("rope",)),
+    prerequisites=Prerequisites(required_model_traits=("rope",)),
     required_evidence=("position cache",),
     pitfalls=("positions_shifted", "weights_differ"),
     recommendation=(

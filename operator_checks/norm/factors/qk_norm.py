@@ -20,7 +20,7 @@ FACTOR = MismatchFactor(
         CallSite(role=PolicyRole.ROLLOUT, name="model.layers.*.self_attn.{q_norm,k_norm}"),
         CallSite(role=PolicyRole.TRAINING, name="decoder.layers.*.self_attention.{q_layernorm,k_layernorm}"),
     ),
-    prerequisites=Prerequisites(model_traits=("rmsnorm", "qk_norm")),
+    prerequisites=Prerequisites(required_model_traits=("rmsnorm", "qk_norm")),
     required_evidence=("model shape",),
     pitfalls=("weights_differ",),
     recommendation=(

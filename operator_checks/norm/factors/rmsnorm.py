@@ -25,7 +25,7 @@ FACTOR = MismatchFactor(
             name="decoder.layers.*.{input_layernorm,pre_mlp_layernorm} and decoder.final_layernorm",
         ),
     ),
-    prerequisites=Prerequisites(model_traits=("rmsnorm",)),
+    prerequisites=Prerequisites(required_model_traits=("rmsnorm",)),
     required_evidence=("model shape",),
     pitfalls=("weights_differ",),
     recommendation=(

@@ -44,7 +44,7 @@ def test_a_factor_declares_one_live_switch_and_one_site_a_side(factor: MismatchF
 
 def test_the_two_norms_have_a_switch_each() -> None:
     assert rmsnorm.FACTOR.switch.path != qk_norm.FACTOR.switch.path
-    assert qk_norm.FACTOR.prerequisites.model_traits == ("rmsnorm", "qk_norm")
+    assert qk_norm.FACTOR.prerequisites.required_model_traits == ("rmsnorm", "qk_norm")
 
 
 def test_epsilon_is_that_of_the_model_file() -> None:

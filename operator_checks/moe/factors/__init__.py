@@ -1,0 +1,1 @@
+"""Declarations only: importing them needs no engine and no torch."""

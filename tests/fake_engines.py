@@ -109,6 +109,12 @@ class FakeEngine:
         values: list[float] = (exact + drift + held).astype(np.float32).tolist()
         return values
 
+    @contextmanager
+    def hold(self, binding: Binding) -> Iterator[None]:
+        self._maybe_fail("hold")
+        with self.bind(binding):
+            yield
+
     def score(
         self,
         sequences: Sequence[ScoringSequence],

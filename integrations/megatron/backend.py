@@ -173,6 +173,23 @@ class MegatronBackend:
                     if not is_as_before(site, held):
                         raise RestoreError(f"{site.site} is not what it was before the binding; restart the run.")
 
+    @contextmanager
+    def hold(self, binding: Binding) -> Iterator[None]:
+        """Hold ``binding`` while the loop trains: forwards, and the backwards of their graphs.
+
+        Raises:
+            BindingError: see ``bind``; or the model adds its gradients up inside the native product, which a reference
+                would leave out.
+            RestoreError: see ``bind``.
+        """
+        if self._model.config.gradient_accumulation_fusion:
+            raise BindingError(
+                "the trainer fuses the accumulation of gradients into its native linears, and a reference would lose "
+                "them; build the model with gradient_accumulation_fusion=False to train on references."
+            )
+        with self.bind(binding):
+            yield
+
     def score(
         self,
         sequences: Sequence[ScoringSequence],

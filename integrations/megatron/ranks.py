@@ -135,6 +135,16 @@ class LeadingBackend:
         finally:
             self._on_all("leave")
 
+    @contextmanager
+    def hold(self, binding: Binding) -> Iterator[None]:
+        """Refuse: the other ranks follow for scoring passes, and are not led while the loop trains.
+
+        Raises:
+            BindingError: always.
+        """
+        raise BindingError("ranks that are led score only; a run that trains on references needs one trainer rank.")
+        yield
+
     def score(
         self,
         sequences: Sequence[ScoringSequence],

@@ -138,6 +138,23 @@ class VllmBackend:
             if broken:
                 raise RestoreError(" ".join(broken))
 
+    @contextmanager
+    def hold(self, binding: Binding) -> Iterator[None]:
+        """Hold ``binding`` while the loop samples; cached prefixes of before are forgotten, and those of it afterwards.
+
+        Raises:
+            BindingError: see ``bind``; or requests of the loop are running, whose cached blocks cannot be forgotten.
+            RestoreError: see ``bind``; or requests are running at the end.
+        """
+        if not self._llm.reset_prefix_cache():
+            raise BindingError("the rollout's prefix cache cannot be reset while requests of the loop are running.")
+        try:
+            with self.bind(binding):
+                yield
+        finally:
+            if not self._llm.reset_prefix_cache():
+                raise RestoreError("the rollout's prefix cache could not be reset after its operators were put back.")
+
     @property
     def paths(self) -> tuple[ExecutionPath, ...]:
         """Prefill, and decode where the live sampler can be told the tokens and hands out raw log-probs."""

@@ -22,8 +22,9 @@ from mismatch_hooks.schema.enums import (
     PolicyRole,
 )
 from mismatch_hooks.schema.environment import ExecutionFingerprint
+from mismatch_hooks.schema.freeze import FrozenMapping
 from mismatch_hooks.schema.plan import Candidate, Plan
-from mismatch_hooks.schema.score import Score
+from mismatch_hooks.schema.score import Binding, Score
 from mismatch_hooks.schema.shape import ModelShape
 from mismatch_hooks.schema.verdict import Verdict
 
@@ -48,11 +49,11 @@ class AblationResult:
             a second time end in ``WHILE_DECODING``.
         paths: comparisons at the origin that need no factor, each from metric names to values: ``cross_framework``
             (training prefill against rollout prefill) and ``decode_against_prefill`` (rollout prefill against decode of
-            the same tokens), whose sum is training against rollout. From aligned ``live_against_prefill`` is the second
-            of them as the run has it (native prefill against what was returned while sampling), from native
-            ``live_against_decode`` says whether the live values can be decoded again (absent where the engine cannot be
-            made to decode given tokens, and then the live values stand for decode). ``training_rescore`` is the native
-            scoring forward against the loop's own forward.
+            the same tokens), whose sum is training against rollout. Where the origin is not what the run has,
+            ``live_against_prefill`` is the second of them as the run has it (prefill with the run's own operators
+            against what was returned while sampling); where it is, ``live_against_decode`` says whether the live values
+            can be decoded again (absent where the engine cannot be made to decode given tokens, and then the live
+            values stand for decode). ``training_rescore`` is the run's own scoring forward against the loop's.
         passes: scoring passes spent, the restoration proof included.
         seconds: wall time.
         least_seconds: what the same would have taken for its slowest factor alone.
@@ -81,6 +82,7 @@ def ablate(
     execution: ExecutionFingerprint,
     timeout_s: float,
     budget_s: float = math.inf,
+    live: Mapping[PolicyRole, Binding] = FrozenMapping(),
 ) -> AblationResult:
     """Score the origin once a role, what each factor adds to it, and the origin once more.
 
@@ -100,13 +102,14 @@ def ablate(
         timeout_s: seconds for one pass.
         budget_s: seconds for all of it; a factor that could not be finished in time is not begun, except the first and
             those that need no pass.
+        live: what the run keeps on its references; nothing of it is bound while this runs.
 
     Raises:
         NotRestoredError: a pass after the arms is not, to the bit, the same pass before them, or weights were written.
         RestoreError: an attribute that was patched holds something that is not ours.
     """
     started = time.perf_counter()
-    run = ScoringRun(plan, batch, engines, registry, shape, timeout_s)
+    run = ScoringRun(plan, batch, engines, registry, shape, timeout_s, live)
     notes = (*notes, *_unbound(plan, run))
     verdicts: list[Verdict] = []
     not_reached: list[str] = []
@@ -118,10 +121,11 @@ def ablate(
     try:
         decoded = run.decode({}) if run.can_decode else None
         at_origin = {role: watched.score for role, watched in before.items()}
-        native = {role: run.native(role) for role in _ROLES} if plan.origin is Origin.ALIGNED else at_origin
-        paths = _paths(at_origin, decoded, native, batch, plan.origin)
+        # At a native origin of a run that aligns nothing, the origin is the run.
+        as_live = None if plan.origin is Origin.NATIVE and not live else {role: run.as_live(role) for role in _ROLES}
+        paths = _paths(at_origin, decoded, as_live, batch)
         temperatures = _temperatures(run, paths)
-        trapped = tuple(pitfalls(response_logprobs(native[PolicyRole.TRAINING], batch.sequences)))
+        trapped = tuple(pitfalls(response_logprobs((as_live or at_origin)[PolicyRole.TRAINING], batch.sequences)))
         for case, path in _cases(plan, paths, decoded):
             begun = time.perf_counter()
             if slowest and case.factor.passes and begun - started + slowest + proof_s > budget_s:
@@ -133,7 +137,7 @@ def ablate(
             told = (*trapped, *traps), (*notes, *said)
             verdict = judge(case, run, first, noise_floor, *told, execution, plan.origin, path)
             if plan.origin is Origin.ALIGNED and case.factor.live_arm is not None:
-                verdict = as_the_run_is(verdict, case.factor, run, native, paths)
+                verdict = as_the_run_is(verdict, case.factor, run, as_live or at_origin, paths)
             verdicts.append(verdict)
             if verdict.diagnosis is Diagnosis.COUPLED_WITH_OTHER_FACTORS:
                 coupled.append(case)
@@ -215,9 +219,8 @@ def _prove_unwritten(engines: Mapping[PolicyRole, ScoringBackend], before: Mappi
 def _paths(
     before: Mapping[PolicyRole, Score],
     decoded: Watched | None,
-    native: Mapping[PolicyRole, Score],
+    as_live: Mapping[PolicyRole, Score] | None,
     batch: CapturedBatch,
-    origin: Origin,
 ) -> dict[str, dict[str, float]]:
     prefill = response_logprobs(before[PolicyRole.ROLLOUT], batch.sequences)
     training = response_logprobs(before[PolicyRole.TRAINING], batch.sequences)
@@ -232,14 +235,14 @@ def _paths(
         return dict(state.finalize())
 
     live = batch.rollout_logprobs
-    rescored = response_logprobs(native[PolicyRole.TRAINING], batch.sequences)
+    rescored = response_logprobs((as_live or before)[PolicyRole.TRAINING], batch.sequences)
     paths = {"cross_framework": compared(training, prefill)}
     if decoded is not None:
         decode = response_logprobs(decoded.score, batch.sequences)
         paths["decode_against_prefill"] = compared(prefill, decode)
-    if origin is Origin.ALIGNED:
-        # The live values are native, and only a native pass can bridge to them.
-        live_prefill = response_logprobs(native[PolicyRole.ROLLOUT], batch.sequences)
+    if as_live is not None:
+        # The live values are of the run's own operators, and only a pass with those can bridge to them.
+        live_prefill = response_logprobs(as_live[PolicyRole.ROLLOUT], batch.sequences)
         return paths | {
             "live_against_prefill": compared(live_prefill, live),
             "training_rescore": compared(rescored, batch.training_logprobs),

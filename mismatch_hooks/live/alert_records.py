@@ -15,6 +15,7 @@ class AlertKind(Enum):
     DLOGP_MEAN = "dlogp_mean"
     NONFINITE = "nonfinite"
     WEIGHTS = "weights"
+    ALIGNMENT = "alignment"
     TOKEN_COVERAGE = "token_coverage"
     MISSING_METRIC = "missing_metric"
 

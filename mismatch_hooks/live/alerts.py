@@ -12,6 +12,7 @@ from mismatch_hooks.live.health_monitors import (
     HealthRules,
     HealthState,
     Watch,
+    observe_alignment,
     observe_dlogp_mean,
     observe_missing_metrics,
     observe_nonfinite,
@@ -62,6 +63,7 @@ class AlertBook:
             AlertKind.DLOGP_MEAN: self._health.dlogp_mean.is_open,
             AlertKind.NONFINITE: self._health.nonfinite.is_open,
             AlertKind.WEIGHTS: self._health.weights.is_open,
+            AlertKind.ALIGNMENT: self._health.alignment.is_open,
             AlertKind.TOKEN_COVERAGE: self._health.token_coverage.is_open,
             AlertKind.MISSING_METRIC: self._health.missing_metric.is_open,
         }
@@ -93,7 +95,13 @@ class AlertBook:
             self._health, step, metrics, rules, clip_alert_is_open=clip.regression is not None
         )
         alerts += more
-        for monitor in (observe_nonfinite, observe_weights, observe_token_coverage, observe_missing_metrics):
+        for monitor in (
+            observe_nonfinite,
+            observe_weights,
+            observe_alignment,
+            observe_token_coverage,
+            observe_missing_metrics,
+        ):
             health, more = monitor(health, step, metrics, rules)
             alerts += more
         self._clip, self._health, self._last_step = clip, health, step
@@ -154,7 +162,7 @@ def _clip_state(plain: Mapping[str, Any]) -> ClipState:
 
 def _health_state(plain: Mapping[str, Any]) -> HealthState:
     known = {name: plain[name] for name in (entry.name for entry in fields(HealthState))}
-    for name in ("dlogp_mean", "nonfinite", "weights", "token_coverage", "missing_metric"):
+    for name in ("dlogp_mean", "nonfinite", "weights", "alignment", "token_coverage", "missing_metric"):
         known[name] = Watch(**plain[name])
     for name in ("coverage_anchor", "expected"):
         known[name] = tuple(plain[name])

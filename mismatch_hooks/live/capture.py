@@ -61,19 +61,20 @@ class StepCapture:
         """Return what the trainer's forward saw of these rollouts; None where the loop did not say it of all."""
         return [self.token_ids[i] for i in indices] if all(i in self.token_ids for i in indices) else None
 
+    def scoring_sequence(self, index: int) -> ScoringSequence:
+        """Return what a pass scores of one covered rollout."""
+        return ScoringSequence(
+            prompt_token_ids=self.sequences[index].prompt_token_ids,
+            response_token_ids=self.sequences[index].response_token_ids,
+            response_mask=tuple(self.masks[index].tolist()),
+            temperature=self.sequences[index].sampling.temperature,
+        )
+
     def sample(self, most: int) -> tuple[list[int], tuple[ScoringSequence, ...]]:
         """Return up to ``most`` covered rollouts with active tokens, spread evenly: indices, and what arms score."""
         usable = [index for index in self.covered if bool(self.masks[index].any())]
         chosen = usable if len(usable) <= most else [usable[i * len(usable) // most] for i in range(most)]
-        return chosen, tuple(
-            ScoringSequence(
-                prompt_token_ids=self.sequences[index].prompt_token_ids,
-                response_token_ids=self.sequences[index].response_token_ids,
-                response_mask=tuple(self.masks[index].tolist()),
-                temperature=self.sequences[index].sampling.temperature,
-            )
-            for index in chosen
-        )
+        return chosen, tuple(self.scoring_sequence(index) for index in chosen)
 
 
 def rollout_tensor(sequences: Sequence[RolloutSequence], width: int) -> "Tensor":

@@ -49,6 +49,8 @@ class HooksConfig(_Section):
     # What all others are bound to while one factor is examined; aligned needs a reference for each of the operators.
     origin: Literal["aligned", "native", "both"] = "aligned"
     factors: Literal["all"] | tuple[str, ...] = "all"  # ids or globs
+    # Kept on their references while the loop samples and trains: ids or globs, "@rollout" or "@training" for one side.
+    align: Literal["all"] | tuple[str, ...] = ()
     model_family: Literal["dense", "moe", "large_moe"] = "dense"
     noise_floor: Literal["single_layer_anchor", "full_model_single_device", "sharded_single_node", "production"] = (
         "production"
@@ -60,7 +62,7 @@ class HooksConfig(_Section):
     trace: bool = False  # after an ablation, compare what every module gives: two to four more prefill passes
     alerts: Alerts = Alerts()
 
-    @field_validator("factors", mode="before")
+    @field_validator("factors", "align", mode="before")
     @classmethod
     def _all_or_names(cls, given: object) -> object:
         if given == "all":

@@ -68,6 +68,7 @@ class HealthState:
         dlogp_mean: |dlogp| above its limit.
         nonfinite: non-finite log-probs.
         weights: tensors that differ between the sides.
+        alignment: tokens that are not equal to the bit in a run that keeps operators on their references.
         coverage_metric: ``"token_coverage"`` once the loop has measured it, else ``"tokens"``.
         coverage_anchor: that metric in the run's first steps.
         token_coverage: lost tokens.
@@ -79,6 +80,7 @@ class HealthState:
     dlogp_mean: Watch = field(default_factory=Watch)
     nonfinite: Watch = field(default_factory=Watch)
     weights: Watch = field(default_factory=Watch)
+    alignment: Watch = field(default_factory=Watch)
     coverage_metric: str = "tokens"
     coverage_anchor: tuple[float, ...] = ()
     token_coverage: Watch = field(default_factory=Watch)
@@ -168,6 +170,21 @@ def observe_weights(
     )
     watch, alerts = _observe_count(state.weights, step, metrics.get("weights_mismatched", math.nan), words, rules)
     return replace(state, weights=watch), alerts
+
+
+def observe_alignment(
+    state: HealthState, step: int, metrics: Mapping[str, float], rules: HealthRules
+) -> tuple[HealthState, tuple[Alert, ...]]:
+    """Report tokens that are not equal in an aligned run, in the step that has them."""
+    words = _CountWords(
+        kind=AlertKind.ALIGNMENT,
+        what="tokens are not equal to the bit",
+        over="every token is equal to the bit again",
+        advice="The step's alignment event names the tokens and where the sides first differ; add that operator to "
+        "mismatch_hooks.align.",
+    )
+    watch, alerts = _observe_count(state.alignment, step, metrics.get("unequal_tokens", math.nan), words, rules)
+    return replace(state, alignment=watch), alerts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from mismatch_hooks.live.ablation import WHILE_DECODING, AblationResult, NotRestoredError, ablate
 from mismatch_hooks.live.alerts import Alert, AlertBook, AlertSettings, AlertState
+from mismatch_hooks.live.alignment import Alignment, aligned_bindings
 from mismatch_hooks.live.cadence import Cadence
 from mismatch_hooks.live.capture import StepCapture, add_training
 from mismatch_hooks.live.config import ConfigError, HooksConfig, check_config
@@ -25,6 +26,7 @@ from mismatch_hooks.pipeline.compare import differing_settings, not_as_requested
 from mismatch_hooks.pipeline.floors import noise_above
 from mismatch_hooks.pipeline.guards import GuardInput, notes, tripped
 from mismatch_hooks.pipeline.metrics import MetricState, measure, merge
+from mismatch_hooks.pipeline.score import response_logprobs
 from mismatch_hooks.schema.backend import ScoringBackend
 from mismatch_hooks.schema.capture import RolloutSequence
 from mismatch_hooks.schema.enums import ModelFamily, NoiseFloor, Origin, PolicyRole
@@ -88,6 +90,7 @@ class MismatchHooks:
         Raises:
             ConfigError: a key is wrong; one sentence.
             SinkError: a sink that was asked for cannot be built.
+            BindingError: an operator of ``align`` cannot be put on its reference; nothing is bound then.
         """
         self._config = check_config(config)
         if world_size > 1 and gather is None:
@@ -118,6 +121,7 @@ class MismatchHooks:
             settings=AlertSettings(**self._config.alerts.clip_fraction.model_dump()),
             run_dir=str(run_dir),
         )
+        self._alignment = self._align(world_size)
         self._capture: StepCapture | None = None
         self._not_reached: tuple[str, ...] = ()
         self._state: MetricState | None = None
@@ -129,14 +133,24 @@ class MismatchHooks:
 
         self._ledger = ErrorLedger()
         names = self._config.sinks if rank == 0 else ()
-        self._fanout = Fanout(
-            build_sinks(names, run_dir=Path(run_dir), project=self._config.wandb_project),
-            self._ledger,
-            timeout_s=self._config.sink_timeout,
-        )
+        sinks = build_sinks(names, run_dir=Path(run_dir), project=self._config.wandb_project)
+        self._alignment.start()  # the last thing that may be refused, so that nothing is bound when something is
+        self._fanout = Fanout(sinks, self._ledger, timeout_s=self._config.sink_timeout)
         self._emit("run", None, self._opening())
+        if self._alignment:
+            self._emit("alignment", None, self._alignment.report())
         with self._ledger.guard("readback"):
             self._report_readback(None, *self._read_back())
+
+    def _align(self, world_size: int) -> Alignment:
+        entries = self._config.align
+        if entries and world_size > 1:
+            raise ConfigError(
+                f"mismatch_hooks.align: got {entries!r} with {world_size} trainer ranks; accepts nothing there: "
+                "references are held on one rank only."
+            )
+        made = aligned_bindings(entries, self._registry, self._engines, self._shape) if entries else {}
+        return Alignment(made, self._engines)
 
     def _refuse_noisier_run(self) -> None:
         if self._noise_floor >= NoiseFloor.SHARDED_SINGLE_NODE:
@@ -208,8 +222,12 @@ class MismatchHooks:
                 self._state = state if self._state is None else merge([self._state, state])
                 with self._ledger.guard("weights_check", step=step):
                     self._weights.check_some(step)
-            if guarded.error is None and complete and self._ablation_is_due(step):
-                self._ablate(step, self._current(step))
+            if guarded.error is None and complete:
+                if self._alignment:
+                    with self._ledger.guard("alignment", step=step):
+                        self._check_alignment(step, self._current(step))
+                if self._ablation_is_due(step):
+                    self._ablate(step, self._current(step))
 
     def end_step(self, step: int, *, host_metrics: Mapping[str, float] | None = None) -> None:
         """Close the step: merge, judge, alert, stream.
@@ -252,6 +270,8 @@ class MismatchHooks:
         """
         if not self._closed:
             self._closed = True
+            with self._ledger.guard("alignment"):
+                self._alignment.stop()
             self._fanout.close(lambda: Event(type="run", payload=self._closing(state)))
 
     # ---- inside ---------------------------------------------------------------------------------------------------
@@ -295,6 +315,8 @@ class MismatchHooks:
         sampled = sum(sum(sequence.mask) for sequence in capture.sequences)
         if self._world_size == 1 and sampled:
             metrics["token_coverage"] = (metrics["tokens"] + metrics["nonfinite"]) / sampled
+        if self._alignment and self._alignment.last_step == capture.step:
+            metrics["unequal_tokens"] = self._alignment.last_unequal
         return metrics | self._weights.figures()
 
     def _alert(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -333,6 +355,20 @@ class MismatchHooks:
             return False
         return self._cadence.decide(step, elapsed_s=time.perf_counter() - self._started)
 
+    def _check_alignment(self, step: int, capture: StepCapture) -> None:
+        timeout_s = self._config.scoring_timeout
+        found = self._alignment.check(capture, timeout_s=timeout_s)
+        if not self._told_apart:
+            # Equal by alignment is told from a copy of the rollout's by a forward that nobody but the hooks made.
+            chosen, sequences = capture.sample(self._config.sample_sequences)
+            rescored = self._engines[PolicyRole.TRAINING].score(sequences, timeout_s=timeout_s)
+            rows = response_logprobs(rescored, sequences)
+            self._told_apart = all(
+                tuple(row) == capture.training_row(index) for index, row in zip(chosen, rows, strict=True)
+            )
+        if found is not None:
+            self._emit("alignment", step, {**self._alignment.report(), **thaw(found)})
+
     def _ablate(self, step: int, capture: StepCapture) -> None:
         started = time.perf_counter()
         results: list[AblationResult] = []
@@ -340,15 +376,16 @@ class MismatchHooks:
             with self._ledger.guard("ablation", step=step) as guarded:
                 self._not_reached = ()
                 allowance_s = self._cadence.allowance_s(elapsed_s=started - self._started)
-                for index, plan in enumerate(self._plans):
-                    left_s = allowance_s - (time.perf_counter() - started)
-                    result = self._run_ablation(plan, capture, budget_s=left_s, suspects=self._cadence.requested)
-                    results.append(result)
-                    self._told_apart = self._told_apart or result.paths["training_rescore"]["bitwise_fraction"] == 1.0
-                    first = [name.removesuffix(WHILE_DECODING) for name in result.not_reached]
-                    self._plans[index] = plan.starting_with(first)
-                    self._not_reached = tuple(dict.fromkeys((*self._not_reached, *result.not_reached)))
-                    self._publish(step, result)
+                with self._alignment.suspended():
+                    for index, plan in enumerate(self._plans):
+                        left_s = allowance_s - (time.perf_counter() - started)
+                        result = self._run_ablation(plan, capture, budget_s=left_s, suspects=self._cadence.requested)
+                        results.append(result)
+                        self._told_apart |= result.paths["training_rescore"]["bitwise_fraction"] == 1.0
+                        first = [name.removesuffix(WHILE_DECODING) for name in result.not_reached]
+                        self._plans[index] = plan.starting_with(first)
+                        self._not_reached = tuple(dict.fromkeys((*self._not_reached, *result.not_reached)))
+                        self._publish(step, result)
             if guarded.error is None and self._config.trace:
                 with self._ledger.guard("trace", step=step):
                     self._trace(step, capture)
@@ -387,7 +424,7 @@ class MismatchHooks:
                 for index, one in zip(chosen, sequences, strict=True)
             ],
             training_logprobs=batch.training_logprobs,
-            aligned=False,
+            aligned=bool(self._alignment),
             rollout=rollout,
             training=training,
             rollout_weights=weights[PolicyRole.ROLLOUT],
@@ -416,6 +453,7 @@ class MismatchHooks:
             ),
             timeout_s=self._config.scoring_timeout,
             budget_s=budget_s,
+            live=self._alignment.bindings,
         )
 
     def _trace(self, step: int, capture: StepCapture) -> None:
@@ -477,6 +515,7 @@ class MismatchHooks:
             "errors": self._ledger.by_cause(),
             "missing": self._fanout.missing(),
             "paths": self._fanout.locations(),
+            "alignment": self._alignment.report() if self._alignment else {},
             "ablation": {
                 "seconds": self._cadence.spent_s,
                 "postponed": self._cadence.postponed,

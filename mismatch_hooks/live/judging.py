@@ -133,7 +133,7 @@ def as_the_run_is(
     started = time.perf_counter()
     arm, role = factor.live_arm
     sequences = run.batch.sequences
-    as_live = run.native(role, {factor.id: factor.live_value})
+    as_live = run.as_live(role, {factor.id: factor.live_value})
     finding = diagnose_native_path(
         Finding(diagnosis=verdict.diagnosis, reason=verdict.reason, effects=verdict.effects),
         active_logprobs(native[role], sequences),

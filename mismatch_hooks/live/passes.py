@@ -19,6 +19,7 @@ from mismatch_hooks.schema.enums import (
     Value,
 )
 from mismatch_hooks.schema.factor import MismatchFactor
+from mismatch_hooks.schema.freeze import FrozenMapping
 from mismatch_hooks.schema.plan import Candidate, Plan
 from mismatch_hooks.schema.replay import OperatorReplay
 from mismatch_hooks.schema.score import Binding, Score, ScoringSequence, SwitchState, WeightsDigest
@@ -80,8 +81,10 @@ class ScoringRun:
         registry: Registry,
         shape: ModelShape,
         timeout_s: float,
+        live: Mapping[PolicyRole, Binding] = FrozenMapping(),
     ) -> None:
         self.batch = batch
+        self._live = live
         self.passes = 0
         self.seen: dict[str, dict[PassKey, Watched]] = {}
         self._engines = engines
@@ -118,9 +121,12 @@ class ScoringRun:
         """Whether the rollout engine can be made to decode given tokens."""
         return ExecutionPath.ROLLOUT_DECODE in self._engines[PolicyRole.ROLLOUT].paths
 
-    def native(self, role: PolicyRole, choices: Mapping[str, Value] | None = None) -> Score:
-        """Score the captured tokens on one engine as nobody touches it, but for ``choices``; by prefill without any."""
-        return self.score(role, {**dict.fromkeys(self._at_origin(role), Choice.NATIVE), **(choices or {})}).score
+    def as_live(self, role: PolicyRole, choices: Mapping[str, Value] | None = None) -> Score:
+        """Score the captured tokens on one engine as the live run has it, but for ``choices``; by prefill without any.
+
+        That is native, but for what the run keeps on its reference.
+        """
+        return self.score(role, {**self._choices_of_run(role), **(choices or {})}).score
 
     def repeat(self, role: PolicyRole, factor: MismatchFactor, environment: Mapping[str, str]) -> Score:
         """Score one role again with ``factor`` on its reference, built and run with ``environment`` in force."""
@@ -144,9 +150,9 @@ class ScoringRun:
         return factor is not None and capabilities.get(factor.switch.path) is RebindCost.PER_REQUEST
 
     def divided(self, temperature: float) -> Score:
-        """Score on the native trainer with its logits divided by ``temperature``; only where ``can_divide``."""
+        """Score on the live run's trainer with its logits divided by ``temperature``; only where ``can_divide``."""
         role = PolicyRole.TRAINING
-        choices: dict[str, Value] = {**dict.fromkeys(self._at_origin(role), Choice.NATIVE), CONVENTION: "processed"}
+        choices: dict[str, Value] = {**self._choices_of_run(role), CONVENTION: "processed"}
         sequences = [replace(sequence, temperature=temperature) for sequence in self.batch.sequences]
         with self._engines[role].bind(self._binding(role, choices)):
             self.passes += 1
@@ -163,10 +169,13 @@ class ScoringRun:
     def _at_origin(self, role: PolicyRole) -> dict[str, Value]:
         return {factor.id: self.at_origin(factor) for factor in self._factors if role in factor.switch.roles}
 
+    def _choices_of_run(self, role: PolicyRole) -> dict[str, Value]:
+        held = self._live[role].choices if role in self._live else {}
+        return {**dict.fromkeys(self._at_origin(role), Choice.NATIVE), **held}
+
     def _binding(self, role: PolicyRole, choices: Mapping[str, Value]) -> Binding:
-        return Binding(
-            role=role, choices=choices, parameters={factor: self._parameters.get(factor, {}) for factor in choices}
-        )
+        known = {**(self._live[role].parameters if role in self._live else {}), **self._parameters}
+        return Binding(role=role, choices=choices, parameters={factor: known.get(factor, {}) for factor in choices})
 
 
 def _parameters(case: Candidate, registry: Registry, shape: ModelShape) -> Mapping[str, object]:

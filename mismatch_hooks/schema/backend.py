@@ -36,6 +36,16 @@ class ScoringBackend(Protocol):
         """
         ...
 
+    def hold(self, binding: Binding) -> AbstractContextManager[None]:
+        """Hold ``binding`` for the loop's own work, sampling or training, and not for scoring passes alone.
+
+        Nothing that was computed under another binding is served meanwhile, nor afterwards.
+
+        Raises:
+            BindingError: the binding cannot be applied, or the loop's work is not safe under it.
+        """
+        ...
+
     def score(
         self,
         sequences: Sequence[ScoringSequence],

@@ -45,12 +45,14 @@ class TinyEngines:
     models: Mapping[PolicyRole, Any]
 
     def reference(self, role: PolicyRole, *factors: str) -> Binding:
-        """The binding that puts one role's factors on their last reference, the one that needs nothing installed."""
+        """The binding that puts one role's factors on the first reference that needs nothing installed."""
         registry = load_registry()
         parameters = {
             factor: {
                 **registry.adapter(factor).parameters(factor, self.shape),
-                "implementation": registry.factors[factor].references[-1].name,
+                "implementation": next(
+                    one.name for one in registry.factors[factor].references if not one.prerequisites.required_packages
+                ),
             }
             for factor in factors
         }

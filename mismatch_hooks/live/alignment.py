@@ -16,10 +16,10 @@ from mismatch_hooks.live.overview import surroundings
 from mismatch_hooks.live.registry import Registry, UnknownFactorError
 from mismatch_hooks.live.tracing import trace_batch
 from mismatch_hooks.pipeline.bind import BindingError, RestoreError
-from mismatch_hooks.pipeline.discover import discover
+from mismatch_hooks.pipeline.discover import discover, unmet_prerequisites
 from mismatch_hooks.schema.backend import ScoringBackend
 from mismatch_hooks.schema.enums import Choice, Expansion, PlanOutcome, PolicyRole
-from mismatch_hooks.schema.plan import Candidate
+from mismatch_hooks.schema.plan import Candidate, Surroundings
 from mismatch_hooks.schema.score import Binding
 from mismatch_hooks.schema.shape import ModelShape
 
@@ -57,7 +57,10 @@ class Alignment:
 
     def report(self) -> dict[str, Any]:
         """Return what is kept on its reference, by side, and the account of the steps."""
-        operators = {role.value: sorted(binding.choices) for role, binding in self.bindings.items()}
+        operators = {
+            role.value: {factor: told["implementation"] for factor, told in sorted(binding.parameters.items())}
+            for role, binding in self.bindings.items()
+        }
         return {"operators": operators, "steps": self.steps, "equal_steps": self.equal_steps}
 
     def start(self) -> None:
@@ -137,8 +140,9 @@ def aligned_bindings(
     """Return what each role is kept on for a config's ``align``.
 
     Args:
-        entries: ``"all"``, or ids and globs, each with ``@rollout`` or ``@training`` behind it for one side alone;
-            ``"all"`` is every operator of the model that has a reference here.
+        entries: ``"all"``, or ids and globs, each with ``:name`` behind it for another reference than the factor's
+            first, and then with ``@rollout`` or ``@training`` for one side alone. ``"all"`` is every operator of the
+            model that has a reference here.
         registry: where factors and adapters are.
         engines: both roles.
         shape: parameters of the references.
@@ -147,52 +151,68 @@ def aligned_bindings(
         ConfigError: an entry names nothing, or something that cannot be kept on a reference here; one sentence.
     """
     every = tuple(registry.factors.values())
-    capabilities = {role: engine.capabilities for role, engine in engines.items()}
-    found = {one.factor.id: one for one in discover(every, surroundings(every, shape.traits, capabilities))}
-    choices: dict[PolicyRole, dict[str, Candidate]] = {}
+    here = surroundings(every, shape.traits, {role: engine.capabilities for role, engine in engines.items()})
+    found = {one.factor.id: one for one in discover(every, here)}
+    chosen: dict[PolicyRole, dict[str, str]] = {}
     for entry in ("*",) if entries == "all" else entries:
-        for role, candidate in _chosen(entry, registry, found, some=entries == "all"):
-            choices.setdefault(role, {})[candidate.factor.id] = candidate
+        pattern, side = _split(entry, "@", tuple(_SIDES))
+        pattern, _, name = pattern.partition(":")
+        for candidate in _candidates(pattern, registry, found, some=entries == "all"):
+            for role in _SIDES.get(side, candidate.factor.switch.roles):
+                chosen.setdefault(role, {})[candidate.factor.id] = _reference(candidate, name, here)
     return {
         role: Binding(
             role=role,
-            choices=dict.fromkeys(chosen, Choice.REFERENCE),
+            choices=dict.fromkeys(references, Choice.REFERENCE),
             parameters={
-                name: {
-                    **registry.adapter(name).parameters(name, shape),
-                    "implementation": candidate.reference.name if candidate.reference else "",
-                }
-                for name, candidate in chosen.items()
+                factor: {**registry.adapter(factor).parameters(factor, shape), "implementation": reference}
+                for factor, reference in references.items()
             },
         )
-        for role, chosen in choices.items()
+        for role, references in chosen.items()
     }
 
 
-def _chosen(
-    entry: str, registry: Registry, found: Mapping[str, Candidate], *, some: bool
-) -> Iterator[tuple[PolicyRole, Candidate]]:
-    pattern, _, side = entry.partition("@")
-    if side not in ("", *_SIDES):
-        raise ConfigError(f"{SECTION}.align: got {entry!r}; accepts a factor, or factor@rollout or factor@training.")
+def _split(entry: str, mark: str, accepted: Sequence[str]) -> tuple[str, str]:
+    name, _, rest = entry.partition(mark)
+    if mark in entry and rest not in accepted:
+        raise ConfigError(f"{SECTION}.align: got {entry!r}; accepts {' or '.join(accepted)} behind the {mark}.")
+    return name, rest
+
+
+def _candidates(
+    pattern: str, registry: Registry, found: Mapping[str, Candidate], *, some: bool
+) -> tuple[Candidate, ...]:
     try:
         factors = registry.select([pattern])
     except UnknownFactorError as error:
         raise ConfigError(f"{SECTION}.align: {error}") from None
     some = some or pattern not in registry.factors  # a glob takes what it can; a name has to be kept
-    able = [one for one in (found[factor.id] for factor in factors) if _why_not(one) == ""]
+    able = tuple(found[factor.id] for factor in factors if not _why_not(found[factor.id]))
     if not able or (not some and len(able) < len(factors)):
         first = next(found[factor.id] for factor in factors if _why_not(found[factor.id]))
         raise ConfigError(f"{SECTION}.align: {first.factor.id} has no reference to be kept on: {_why_not(first)}.")
-    for candidate in able:
-        for role in _SIDES.get(side, candidate.factor.switch.roles):
-            yield role, candidate
+    return able
 
 
 def _why_not(candidate: Candidate) -> str:
     if candidate.factor.expansion is not Expansion.STANDARD_FOUR:
         return f"it is a {candidate.factor.expansion.value.replace('_', ' ')}, which measures"
     return "" if candidate.outcome is PlanOutcome.PLANNED else candidate.reason
+
+
+def _reference(candidate: Candidate, name: str, here: Surroundings) -> str:
+    if not name and candidate.reference is not None:
+        return candidate.reference.name
+    known = {one.name: one for one in candidate.factor.references}
+    if name not in known:
+        raise ConfigError(
+            f"{SECTION}.align: {candidate.factor.id} has no reference {name!r}; accepts {', '.join(known)}."
+        )
+    unmet = unmet_prerequisites(known[name].prerequisites, here)
+    if unmet:
+        raise ConfigError(f"{SECTION}.align: {candidate.factor.id}:{name} cannot run here: {'; '.join(unmet)}.")
+    return name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

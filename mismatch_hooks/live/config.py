@@ -49,7 +49,8 @@ class HooksConfig(_Section):
     # What all others are bound to while one factor is examined; aligned needs a reference for each of the operators.
     origin: Literal["aligned", "native", "both"] = "aligned"
     factors: Literal["all"] | tuple[str, ...] = "all"  # ids or globs
-    # Kept on their references while the loop samples and trains: ids or globs, "@rollout" or "@training" for one side.
+    # Kept on their references while the loop samples and trains: ids or globs; "id:reference@rollout" names one of a
+    # factor's references, and one side.
     align: Literal["all"] | tuple[str, ...] = ()
     model_family: Literal["dense", "moe", "large_moe"] = "dense"
     noise_floor: Literal["single_layer_anchor", "full_model_single_device", "sharded_single_node", "production"] = (

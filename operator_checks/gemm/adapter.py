@@ -39,7 +39,8 @@ def sites(factor: str, role: PolicyRole, model: Any, parameters: Mapping[str, ob
     """
     if factor == "gemm.forward_reduce":
         return reduce_sites.sites(factor, role, model, parameters)
-    found = _rollout(model) if role is PolicyRole.ROLLOUT else _training(model)
+    padded = parameters.get("implementation") == "padded_native"
+    found = _rollout(model, padded) if role is PolicyRole.ROLLOUT else _training(model, padded)
     return [
         PatchSite(
             factor=factor,
@@ -57,7 +58,7 @@ def sites(factor: str, role: PolicyRole, model: Any, parameters: Mapping[str, ob
 _Found = list[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]], OperatorCall]]
 
 
-def _rollout(model: Any) -> _Found:
+def _rollout(model: Any, padded: bool) -> _Found:
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
     from vllm.model_executor.models.utils import PPMissingLayer
 
@@ -73,11 +74,12 @@ def _rollout(model: Any) -> _Found:
                     f"the rollout's model.layers.{index}.{path} is a {type(module).__name__} with "
                     f"{type(method).__name__}; the linear reference covers unquantised linears of dense layers."
                 )
-            found.append((method, "apply", _rollout_linear, _rollout_call(f"model.layers.{index}.{path}", module)))
+            build = _rollout_padded if padded else _rollout_linear
+            found.append((method, "apply", build, _rollout_call(f"model.layers.{index}.{path}", module)))
     return found
 
 
-def _training(model: Any) -> _Found:
+def _training(model: Any, padded: bool) -> _Found:
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     found: _Found = []
@@ -96,7 +98,7 @@ def _training(model: Any) -> _Found:
                     "(sequence_parallel); the linear reference does not."
                 )
             call = _training_call(f"decoder.layers.{index}.{path}", module, model)
-            found.append((module, "_forward_impl", _training_linear, call))
+            found.append((module, "_forward_impl", _training_padded if padded else _training_linear, call))
     return found
 
 
@@ -135,6 +137,24 @@ def _training_linear(original: Callable[..., Any]) -> Callable[..., Any]:
         if allreduce_dgrad:  # the native product adds the gradients of its input over the ranks by itself
             input = copy_to_tensor_model_parallel_region(input, group=tp_group)
         return linear(input, weight, bias, dtype=input.dtype)
+
+    return product
+
+
+def _rollout_padded(original: Callable[..., Any]) -> Callable[..., Any]:
+    from mismatch_hooks.references.row_padding import with_enough_rows
+
+    def apply(layer: Any, x: Any, bias: Any = None) -> Any:
+        return with_enough_rows(lambda rows: original(layer, rows, bias), x)
+
+    return apply
+
+
+def _training_padded(original: Callable[..., Any]) -> Callable[..., Any]:
+    from mismatch_hooks.references.row_padding import with_enough_rows
+
+    def product(input: Any, weight: Any, bias: Any = None, **options: Any) -> Any:
+        return with_enough_rows(lambda rows: original(input=rows, weight=weight, bias=bias, **options), input)
 
     return product
 

@@ -35,10 +35,11 @@ def sites(factor: str, role: PolicyRole, model: Any, parameters: Mapping[str, ob
         BindingError: the head is of a kind that the reference does not cover.
     """
     words: Any = parameters.get("words")
-    return _rollout(factor, model, words) if role is PolicyRole.ROLLOUT else _training(factor, model, words)
+    find = _rollout if role is PolicyRole.ROLLOUT else _training
+    return find(factor, model, words, parameters.get("implementation") == "padded_native")
 
 
-def _rollout(factor: str, model: Any, words: int | None) -> list[PatchSite]:
+def _rollout(factor: str, model: Any, words: int | None, padded: bool) -> list[PatchSite]:
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -62,7 +63,7 @@ def _rollout(factor: str, model: Any, words: int | None) -> list[PatchSite]:
             site=_ROLLOUT_SITE,
             owner=processor,
             name="_apply_head",
-            build=_rollout_head,
+            build=_rollout_padded if padded else _rollout_head,
             calls_per_forward=1,
             caller=processor,
             call=_rollout_call(model.lm_head, words),
@@ -70,7 +71,7 @@ def _rollout(factor: str, model: Any, words: int | None) -> list[PatchSite]:
     ]
 
 
-def _training(factor: str, model: Any, words: int | None) -> list[PatchSite]:
+def _training(factor: str, model: Any, words: int | None, padded: bool) -> list[PatchSite]:
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     if not model.post_process:  # another pipeline stage has it
@@ -91,7 +92,7 @@ def _training(factor: str, model: Any, words: int | None) -> list[PatchSite]:
             site=_TRAINING_SITE,
             owner=head,
             name="_forward_impl",
-            build=_training_head,
+            build=_training_padded if padded else _training_head,
             calls_per_forward=1,
             call=_training_call(model, words),
         )
@@ -128,6 +129,24 @@ def _training_head(original: Callable[..., Any]) -> Callable[..., Any]:
         if allreduce_dgrad:  # the native product adds the gradients of its input over the ranks by itself
             input = copy_to_tensor_model_parallel_region(input, group=tp_group)
         return linear(input, weight, bias, dtype=torch.float32)
+
+    return product
+
+
+def _rollout_padded(original: Callable[..., Any]) -> Callable[..., Any]:
+    from mismatch_hooks.references.row_padding import with_enough_rows
+
+    def apply_head(lm_head: Any, hidden_states: Any, embedding_bias: Any) -> Any:
+        return with_enough_rows(lambda rows: original(lm_head, rows, embedding_bias), hidden_states)
+
+    return apply_head
+
+
+def _training_padded(original: Callable[..., Any]) -> Callable[..., Any]:
+    from mismatch_hooks.references.row_padding import with_enough_rows
+
+    def product(input: Any, weight: Any, bias: Any = None, **options: Any) -> Any:
+        return with_enough_rows(lambda rows: original(input=rows, weight=weight, bias=bias, **options), input)
 
     return product
 

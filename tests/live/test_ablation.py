@@ -43,7 +43,8 @@ SEQUENCES = tuple(
 
 def _candidate(name: str, registry: Registry | None = None) -> Candidate:
     factor = (registry or load_registry()).factors[name]
-    reference = factor.references[-1] if factor.references else None
+    able = [one for one in factor.references if not one.prerequisites.required_packages]
+    reference = able[0] if able else None
     return Candidate(factor=factor, outcome=PlanOutcome.PLANNED, reference=reference, reason="")
 
 

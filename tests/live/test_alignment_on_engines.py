@@ -202,7 +202,9 @@ def test_an_entry_names_operators_and_may_name_a_side(
     ("entry", "sentence"),
     [
         ("norm.rmsnorms", "norm.rmsnorms'; registered: .* Did you mean 'norm.rmsnorm'"),
-        ("norm.rmsnorm@both", r"got 'norm\.rmsnorm@both'; accepts a factor, or factor@rollout or factor@training"),
+        ("norm.rmsnorm@both", r"got 'norm\.rmsnorm@both'; accepts rollout or training behind the @"),
+        ("norm.rmsnorm:fp64", r"norm\.rmsnorm has no reference 'fp64'; accepts fp32"),
+        ("attention.rope_fusion:shared_backend", "cannot run here: transformer-engine"),
         ("rollout.batch_size", r"rollout\.batch_size has no reference to be kept on: it is a value sweep"),
         ("norm.qk_norm", r"norm\.qk_norm has no reference to be kept on: the model has no qk_norm"),
     ],

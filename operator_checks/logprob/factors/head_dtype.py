@@ -15,6 +15,13 @@ FACTOR = MismatchFactor(
             covers_paths=tuple(ExecutionPath),
             verified_on="CPU; not run on a GPU yet",
         ),
+        # Cheaper, and equal only as far as anybody has looked: never chosen unless it is named.
+        ReferenceImplementation(
+            name="padded_native",
+            authority=ReferenceAuthority.SELF_WRITTEN,
+            covers_paths=tuple(ExecutionPath),
+            verified_on="CPU, by observation; not run on a GPU yet",
+        ),
     ),
     call_sites=(
         CallSite(role=PolicyRole.ROLLOUT, name="logits_processor: lm_head"),

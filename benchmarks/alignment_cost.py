@@ -186,7 +186,11 @@ def child(model: str, context: int, rounds: int) -> dict[str, Any]:
     with both_engines(model, longest=max(256, context + 8)) as tiny:
         timed = Timed(tiny, context)
         sets = {name: SETS[name] for name in SETS if not context or name in ("smallest", "zero by construction")}
-        return {name: measure(timed, entries, rounds) for name, entries in sets.items()}
+        found = {}
+        for name, entries in sets.items():
+            found[name] = measure(timed, entries, rounds)
+            print(f"  {name}: {found[name]}", file=sys.stderr, flush=True)
+        return found
 
 
 def job(model: str, context: int, threads: int, rounds: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from mismatch_hooks.sinks.event import Event
 from mismatch_hooks.sinks.summary import RunningSummary
 
 WIDTH = 100
+_MOST_TOKENS = 3
 _MOST_DIFFERENCES = 12
 _VALUE_WIDTH = 26
 _SUMMARY_METRICS = (
@@ -107,6 +108,8 @@ def render_event(event: Event) -> RenderableType | None:
                 for cause in event.payload.get("causes", ())
             )
             return Text.assemble(("trace ", "bold"), f" step {event.step}  {event.payload['summary']}{causes}")
+        case "alignment":
+            return render_alignment(event.payload, step=event.step)
         case "alert":
             return render_alert(event.payload, step=event.step)
         case "error":
@@ -200,6 +203,34 @@ def render_not_as_requested(settings: Sequence[Mapping[str, Any]]) -> Renderable
     return Group(head, table)
 
 
+def render_alignment(alignment: Mapping[str, Any], *, step: int | None) -> RenderableType:
+    """Return what is kept on its references from now on, or what a step showed that is not equal on every token.
+
+    Args:
+        alignment: the payload of an ``alignment`` event.
+        step: the loop's step; None at the start.
+    """
+    if step is None:
+        said = Text("kept on their references while sampling and training:", style="bold")
+        for side, operators in alignment["operators"].items():
+            said.append(f"\n  {side}: {_held(operators)}", style="not bold")
+        return said
+    unequal, tokens = alignment["unequal"], alignment["tokens"]
+    said = Text(f"NOT ALIGNED  step {step}  {unequal} of {tokens} tokens are not equal to the bit", style="bold yellow")
+    for one in alignment["first"][:_MOST_TOKENS]:
+        said.append(
+            f"\n  sequence {one['sequence']}, token {one['position']}: rollout {one['rollout']:.7g}, training "
+            f"{one['training']:.7g}",
+            style="not bold default",
+        )
+    said.append(f"\n  {alignment['where']}", style="not bold default")
+    return said
+
+
+def _held(operators: Mapping[str, Any]) -> str:
+    return ", ".join(f"{factor} ({reference})" for factor, reference in operators.items())
+
+
 def _readback_rows(payload: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     return payload.get("not_as_requested", ()), payload.get("differences", ()), payload.get("unpinned", ())
 
@@ -288,6 +319,11 @@ def render_summary(summary: RunningSummary) -> RenderableType:
         rest.add_row("not live", Text(f"{', '.join(offline)}: `mismatch-hooks plan` says what each would cost"))
     if summary.not_reached:
         rest.add_row("not reached", Text(f"{', '.join(summary.not_reached)}: the next ablation starts with them"))
+    if summary.alignment:
+        equal, steps = summary.alignment["equal_steps"], summary.alignment["steps"]
+        rest.add_row("aligned", Text(f"{equal} of {steps} steps equal to the bit on every token"))
+        for side, operators in summary.alignment["operators"].items():
+            rest.add_row(f"  on {side}", Text(_held(operators)))
     if summary.ablation_off:
         rest.add_row("no ablation", Text(summary.ablation_off, style="yellow"))
     for alert in summary.alerts.values():

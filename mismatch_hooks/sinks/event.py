@@ -24,7 +24,7 @@ VERSION = 1
 EVENT_TYPES: Mapping[str, str] = {
     "run": "state (started, finished, stopped, failed), config, fingerprints, plan {origins, fallback, off, left_out "
     "[{factor, outcome, reason}]}; at the end errors {cause: count}, missing {sink: steps}, paths {name: path}, "
-    "ablation {off}",
+    "ablation {off}, alignment {operators, steps, equal_steps}",
     "step": "metrics {name: value}, host {name: value}: what the loop passed as host_metrics, weights {checked, "
     "differing, rollout and training: {version, digest}}",
     "readback": "settings {key: {side: {effective, source, where, requested} or {unobservable}}}, "
@@ -40,7 +40,8 @@ EVENT_TYPES: Mapping[str, str] = {
     "trace": "summary, comparisons [{semantic, tokens, equal_tokens, max_abs, first_difference, missing_on}] in the "
     "order of the forward, causes [{semantic, hypothesis, reason}] ranked, left_out {side: {point: reason}}, passes, "
     "seconds",
-    "alignment": "operators, and what the run found of them",
+    "alignment": "operators {side: {factor: reference}}, steps, equal_steps; of a step that is not equal on every "
+    "token also tokens, unequal, first [{sequence, position, rollout, training}], where",
     "alert": "kind, severity, state, title, text, since_step, value, baseline, transient, recommendation",
     "error": "cause, message, count: of this cause so far, total: of all causes so far",
     "overhead": "metrics {name: value}, streamed as hooks/<name>; overhead_fraction is a share of wall time",

@@ -29,6 +29,8 @@ class RunningSummary:
         not_reached: factors for which the latest ablation had no time left.
         ablation_off: why no ablation runs; empty while they do.
         differences: settings that differ between the sides, from the latest readback.
+        alignment: what is kept on its references, by side, and in how many steps every token was equal; empty where
+            nothing is.
         alerts: the latest event of each kind of alert, with its step.
         errors: cause to count.
         missing: sink to the steps of which something is missing there.
@@ -47,6 +49,7 @@ class RunningSummary:
     not_reached: list[str] = field(default_factory=list)
     ablation_off: str = ""
     differences: list[dict[str, Any]] = field(default_factory=list)
+    alignment: dict[str, Any] = field(default_factory=dict)
     alerts: dict[str, dict[str, Any]] = field(default_factory=dict)
     errors: dict[str, int] = field(default_factory=dict)
     missing: dict[str, list[int]] = field(default_factory=dict)
@@ -65,6 +68,9 @@ class RunningSummary:
                 self.errors |= thaw(payload.get("errors", {}))
                 self.missing |= thaw(payload.get("missing", {}))
                 self.paths |= thaw(payload.get("paths", {}))
+                self.alignment = thaw(payload.get("alignment", {})) or self.alignment
+            case "alignment":
+                self.alignment = {key: thaw(payload[key]) for key in ("operators", "steps", "equal_steps")}
             case "step":
                 self.steps += 1
                 self.last_step = event.step
@@ -98,6 +104,7 @@ class RunningSummary:
             "not_reached": self.not_reached,
             "ablation_off": self.ablation_off,
             "differences": self.differences,
+            "alignment": self.alignment,
             "alerts": list(self.alerts.values()),
             "errors": self.errors,
             "missing": self.missing,

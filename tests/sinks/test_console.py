@@ -193,3 +193,26 @@ def test_a_verdict_says_how_far_the_operators_implementations_are_apart_alone(
     assert "4 calls on rollout: rollout native from its reference by up to 0.0156 (62 ULP); references same" in said
     assert "farthest at model.layers.0.mlp" in said
     assert "replay training: a rank holds a part of the model" in said
+
+
+HELD = {"operators": {"rollout": {"norm.rmsnorm": "fp32"}}, "steps": 0, "equal_steps": 0}
+
+
+def test_an_aligned_run_says_what_it_holds_and_how_many_steps_were_equal(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, Event(type="alignment", payload=HELD))
+    assert text == "kept on their references while sampling and training:\n  rollout: norm.rmsnorm (fp32)\n"
+    closing = {"state": "finished", "alignment": {**HELD, "steps": 20, "equal_steps": 19}}
+    summary = shown(capsys, Event(type="alignment", payload=HELD), Event(type="run", payload=closing))
+    assert "19 of 20 steps equal to the bit on every token" in summary
+    assert "on rollout" in summary and "norm.rmsnorm (fp32)" in summary
+
+
+def test_a_step_that_is_not_equal_names_tokens_and_where_the_sides_part(capsys: pytest.CaptureFixture[str]) -> None:
+    first = [{"sequence": 2, "position": 24, "rollout": -5.5373087, "training": -5.5416942}]
+    found = {**HELD, "tokens": 337, "unequal": 3, "first": first, "where": "sequence 2 by prefill: No difference."}
+    text = shown(capsys, Event(type="alignment", step=27, payload=found))
+    assert text == (
+        "NOT ALIGNED  step 27  3 of 337 tokens are not equal to the bit\n"
+        "  sequence 2, token 24: rollout -5.537309, training -5.541694\n"
+        "  sequence 2 by prefill: No difference.\n"
+    )

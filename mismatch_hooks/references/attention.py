@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from mismatch_hooks.references.norm import sum_by_halves
 
-TILE_ROWS = 16
+TILE_ROWS = 8
 BLOCK_KEYS = 32
 # Products of one tile, one block and one KV head that are held at once: about 35 KB each at a head dim of 64.
 _PRODUCTS_AT_ONCE = 256
@@ -32,18 +32,20 @@ class Slab:
     """Tiles that are worked on at once, those that see most blocks first.
 
     Attributes:
-        rows: ``[tiles * 16]`` query row of each tile row; a row that only fills a tile repeats another.
+        rows: ``[tiles * 8]`` query row of each tile row; a row that only fills a tile repeats another.
         tiles: ``[P]`` tile of each pair; pairs are in order of block, then tile.
         blocks: ``[P, …]`` where the caller keeps each pair's block.
-        bias: ``[P, 1, 16, 32]`` fp32, minus infinity where a row may not see a key, else 0.
-        written: ``[P, 32]`` int32, no bit set where a key lies beyond the end of its sequence, else every bit.
+        hidden: ``[P, 1, rows, 32]`` bool, True where a row may not see a key.
+        partial: ``[Q]`` int64, the pairs some of whose keys lie beyond the end of their sequence.
+        written: ``[Q, 32]`` int32, of those pairs: no bit set where a key lies beyond the end, else every bit.
         counts: how many tiles see a first, a second, … block.
     """
 
     rows: Tensor
     tiles: Tensor
     blocks: Tensor
-    bias: Tensor
+    hidden: Tensor
+    partial: Tensor
     written: Tensor
     counts: tuple[int, ...]
 
@@ -98,13 +100,16 @@ def plan_tiles(
         key = block[:, None] * BLOCK_KEYS + torch.arange(BLOCK_KEYS, device=block.device)
         hidden = key[:, None] > position[held][tile][:, :, None]
         of_pair = sequence[held][tile]
+        beyond = key >= key_lengths_B[of_pair][:, None]
+        partial = beyond.any(1).nonzero().squeeze(1)
         slabs.append(
             Slab(
                 rows=row[held].flatten(),
                 tiles=tile,
                 blocks=block_ids_BJ[of_pair, block],
-                bias=torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -torch.inf)[:, None],
-                written=-(key < key_lengths_B[of_pair][:, None]).int(),
+                hidden=hidden[:, None],
+                partial=partial,
+                written=-(~beyond[partial]).int(),
                 counts=counts,
             )
         )
@@ -139,8 +144,9 @@ def attend(query_TND: Tensor, gather: GatherBlocks, plan: TilePlan, *, scale: fl
 
     Args:
         query_TND: ``[T, N, D]``, the tokens in the order of the plan.
-        gather: the keys ``[P, K, D, 32]`` and values ``[P, K, 32, D]`` of a slab's ``blocks``, zeros where they are not
-            ``written``. Those that were written must be finite: a hidden key counts as zero times its value.
+        gather: the keys ``[P, K, D, 32]`` and values ``[P, K, 32, D]`` of a slab's ``blocks``. Values are zeros where
+            they are not ``written``, and those that were written must be finite: a hidden key counts as zero times its
+            value. A key that is hidden may be anything.
         plan: how the rows fall into tiles.
         scale: of the scores; applied to the query.
     """
@@ -155,13 +161,13 @@ def attend(query_TND: Tensor, gather: GatherBlocks, plan: TilePlan, *, scale: fl
 
 
 def _attend_slab(rows_RKD: Tensor, slab: Slab, gather: GatherBlocks, scale: float) -> Tensor:
-    """Return ``[tiles * 16, K, D]`` in fp32 or wider."""
+    """Return ``[tiles * 8, K, D]`` in fp32 or wider."""
     wide = torch.promote_types(rows_RKD.dtype, torch.float32)
     query = rows_RKD.index_select(0, slab.rows).to(wide) * scale
     query = query.unflatten(0, (-1, TILE_ROWS)).transpose(1, 2).index_select(0, slab.tiles)
     # The bits of a product depend on how its factors lie in memory.
     key, value = (part.to(wide).contiguous() for part in gather(slab))
-    scores = _multiply(query, key).add_(slab.bias)
+    scores = _multiply(query, key).masked_fill_(slab.hidden, -torch.inf)
     highest = _over_blocks(scores.amax(-1, keepdim=True), slab.counts, torch.maximum)
     weights = scores.sub_(highest.index_select(0, slab.tiles)).exp_()
     total = _over_blocks(_sum_of_block(weights), slab.counts, torch.add)

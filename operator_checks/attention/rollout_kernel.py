@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mismatch_hooks.operator_checks.attention.paged_cache import PageLayout, page_layout
+from mismatch_hooks.operator_checks.attention.paged_cache import PageLayout, Runs, page_layout
 from mismatch_hooks.pipeline.bind import BindingError
-from mismatch_hooks.references.attention import BLOCK_KEYS, TilePlan, attend, plan_tiles
+from mismatch_hooks.references.attention import BLOCK_KEYS, Slab, TilePlan, attend, plan_tiles
 
 
 class RolloutKernel:
@@ -26,6 +26,7 @@ class RolloutKernel:
         self._scale = scale
         self._layouts: dict[tuple[object, ...], PageLayout] = {}
         self._planned: tuple[object, TilePlan] | None = None
+        self._runs: dict[tuple[int, int], tuple[Runs, Runs]] = {}
 
     def build(self, layer: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Return what makes the replacement for ``layer``, an ``Attention`` module whose cache is allocated.
@@ -50,9 +51,14 @@ class RolloutKernel:
                 return output
             plan = self._plan(attn_metadata, kv_cache, query.shape[1])
             tokens = attn_metadata.num_actual_tokens
-            output[:tokens] = attend(
-                query[:tokens], lambda slab: layout.gather(kv_cache, slab), plan, scale=self._scale
-            )
+
+            def gather(slab: Slab) -> tuple[Tensor, Tensor]:
+                key = id(layout), id(slab)  # both outlive the plan
+                if key not in self._runs:
+                    self._runs[key] = layout.runs(kv_cache, slab)
+                return layout.gather(kv_cache, slab, self._runs[key])
+
+            output[:tokens] = attend(query[:tokens], gather, plan, scale=self._scale)
             return output
 
         return lambda original: forward
@@ -86,5 +92,5 @@ class RolloutKernel:
                 heads_per_kv=heads // cache.shape[1],
                 kv_heads=cache.shape[1],
             )
-            self._planned = metadata, plan
+            self._planned, self._runs = (metadata, plan), {}
         return self._planned[1]

@@ -62,8 +62,9 @@ def _in_pieces(states: tuple[Tensor, ...], pieces: list[list[int]], *, seed: int
     done, attended = torch.zeros(sequences, dtype=torch.int64), torch.empty_like(query)
 
     def gather(slab: Slab) -> tuple[Tensor, Tensor]:
-        is_written = slab.written.bool()[:, None, :, None]
-        keys, values = (torch.where(is_written, part[slab.blocks], 0.0) for part in cache)
+        keys, values = (part[slab.blocks] for part in cache)  # what was never written is NaN in both
+        written = slab.written.bool()[:, None, :, None]
+        values[slab.partial] = torch.where(written, values[slab.partial], 0.0)
         return keys.transpose(2, 3), values
 
     for counts in pieces:

@@ -23,8 +23,6 @@ def with_enough_rows(product: Callable[[Tensor], Tensor], states_RD: Tensor) -> 
 
     Differentiable where the product is.
     """
-    if len(states_RD) >= FEWEST_ROWS:
-        return product(states_RD)
     per_row = states_RD[:1].numel() // states_RD.shape[-1] if len(states_RD) else 1
     missing = -(-(FEWEST_ROWS - len(states_RD) * per_row) // max(per_row, 1))
     if missing <= 0:

@@ -74,6 +74,12 @@ class RotaryTable:
 
     def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin, each ``[T, 1, rotary_dim / 2]`` fp32, for integer positions."""
+        rows = self._rows.get(positions_T.device)
+        if rows is not None and positions_T.device.type == "cpu":
+            try:  # a GPU would not raise, and here looking for the largest position first costs as much as the lookup
+                return tuple(part.index_select(0, positions_T)[:, None] for part in rows)  # type: ignore[return-value]
+            except IndexError:
+                pass
         needed = int(positions_T.max()) + 1 if positions_T.numel() else 0
         cos, sin = self.first(max(needed, 1), positions_T.device)
         return cos[positions_T, None], sin[positions_T, None]

@@ -19,6 +19,7 @@ from mismatch_hooks.references.attention import BLOCK_KEYS, Slab
 
 # A whole number up to here is exact in every dtype of a cache.
 _BASE = 256
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,13 +120,15 @@ class PageLayout:
             runs: what ``runs`` returned for this slab, so that the layers of one forward work it out once.
         """
         heads, width = cache.shape[1], cache.shape[3] // 2
-        keys, values = (one.read(cache).float() for one in runs or self.runs(cache, slab))
-        keys = keys.reshape(-1, heads, width, BLOCK_KEYS)
+        keys, values = (one.read(cache) for one in runs or self.runs(cache, slab))
         values = values.reshape(-1, heads, BLOCK_KEYS, width)
-        # By bits: a page holds what its last owner left, and zero times that need not be zero.
-        part = values.index_select(0, slab.partial)
-        part.view(torch.int32).bitwise_and_(slab.written[:, None, :, None])
-        return keys, values.index_copy_(0, slab.partial, part)
+        if len(slab.partial):
+            # By bits: a page holds what its last owner left, and zero times that need not be zero.
+            bits = _BITS[values.element_size()]
+            part = values.index_select(0, slab.partial)
+            part.view(bits).bitwise_and_(slab.written.to(bits)[:, None, :, None])
+            values.index_copy_(0, slab.partial, part)
+        return keys.float().reshape(-1, heads, width, BLOCK_KEYS), values.float()
 
 
 def page_layout(cache: Tensor, update: Callable[[Tensor, Tensor, Tensor, Tensor], object]) -> PageLayout:

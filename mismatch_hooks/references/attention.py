@@ -154,19 +154,20 @@ def attend(query_TND: Tensor, gather: GatherBlocks, plan: TilePlan, *, scale: fl
     if not tokens:
         return torch.empty_like(query_TND)
     shared = len(plan.seats) // tokens
-    rows_RKD = query_TND.reshape(tokens, heads // shared, shared, width).transpose(1, 2).flatten(0, 1)
-    mixed = [_attend_slab(rows_RKD, slab, gather, scale) for slab in plan.slabs]
+    wide = torch.promote_types(query_TND.dtype, torch.float32)
+    scaled = query_TND.to(wide) * scale
+    rows_RKD = scaled.view(tokens, heads // shared, shared, width).transpose(1, 2).flatten(0, 1)
+    mixed = [_attend_slab(rows_RKD, slab, gather) for slab in plan.slabs]
     seated = (torch.cat(mixed) if len(mixed) > 1 else mixed[0]).index_select(0, plan.seats).to(query_TND.dtype)
     return seated.view(tokens, shared, -1, width).transpose(1, 2).reshape(query_TND.shape)
 
 
-def _attend_slab(rows_RKD: Tensor, slab: Slab, gather: GatherBlocks, scale: float) -> Tensor:
-    """Return ``[tiles * 8, K, D]`` in fp32 or wider."""
-    wide = torch.promote_types(rows_RKD.dtype, torch.float32)
-    query = rows_RKD.index_select(0, slab.rows).to(wide) * scale
-    query = query.unflatten(0, (-1, TILE_ROWS)).transpose(1, 2).index_select(0, slab.tiles)
+def _attend_slab(rows_RKD: Tensor, slab: Slab, gather: GatherBlocks) -> Tensor:
+    """Return ``[tiles * 8, K, D]`` in fp32 or wider, of query rows that are scaled already."""
+    query = rows_RKD.index_select(0, slab.rows).unflatten(0, (-1, TILE_ROWS)).transpose(1, 2)
+    query = query.index_select(0, slab.tiles)
     # The bits of a product depend on how its factors lie in memory.
-    key, value = (part.to(wide).contiguous() for part in gather(slab))
+    key, value = (part.to(query.dtype).contiguous() for part in gather(slab))
     scores = _multiply(query, key).masked_fill_(slab.hidden, -torch.inf)
     highest = _over_blocks(scores.amax(-1, keepdim=True), slab.counts, torch.maximum)
     weights = scores.sub_(highest.index_select(0, slab.tiles)).exp_()
@@ -191,7 +192,8 @@ def _over_blocks(pairs: Tensor, counts: Sequence[int], combine: Callable[..., Te
     """Combine each tile's pairs, block after block, into its first; tiles that see most blocks come first."""
     total, start = pairs[: counts[0]], counts[0]
     for count in counts[1:]:
-        combine(total[:count], pairs[start : start + count], out=total[:count])
+        held = total if count == counts[0] else total[:count]
+        combine(held, pairs[start : start + count], out=held)
         start += count
     return total
 

@@ -125,10 +125,12 @@ def _rollout_fp32(parameters: Mapping[str, object]) -> Callable[[Callable[..., A
     def build(original: Callable[..., Any]) -> Callable[..., Any]:
         def rope(positions: Any, query: Any, key: Any = None) -> tuple[Any, Any]:
             cos, sin = table.at(positions.flatten())
-            heads = [part.reshape(part.shape[0], -1, head_dim) for part in (query, key) if part is not None]
+            heads = query.reshape(query.shape[0], -1, head_dim)
+            if key is None:
+                return rotate(heads, cos, sin).reshape(query.shape), None
             # Together, for half as many small operations: each head's bits are its own.
-            rotated = rotate(torch.cat(heads, dim=1), cos, sin).split([part.shape[1] for part in heads], dim=1)
-            return rotated[0].reshape(query.shape), None if key is None else rotated[1].reshape(key.shape)
+            both = rotate(torch.cat((heads, key.reshape(key.shape[0], -1, head_dim)), dim=1), cos, sin)
+            return both[:, : heads.shape[1]].reshape(query.shape), both[:, heads.shape[1] :].reshape(key.shape)
 
         return rope
 

@@ -179,6 +179,16 @@ def test_gradients_reach_every_parameter_of_an_aligned_trainer(llama_engines: Ti
     assert min(cosines.values()) > 0.99, cosines
 
 
+def test_native_products_with_enough_rows_are_those_of_the_trainer(llama_engines: TinyEngines) -> None:
+    """The engines' own linears and head, in a batch that shrinks to one row, beside references for all else."""
+    padded = ["gemm.accumulation:padded_native", "logprob.head_dtype:padded_native"]
+    entries = ["attention.*", "norm.*", "activation.*", "embedding.*", *padded]
+    with aligned(llama_engines, entries) as alignment:
+        told = alignment.report()["operators"]
+        assert told["rollout"]["gemm.accumulation"] == told["training"]["logprob.head_dtype"] == "padded_native"
+        assert unequal(llama_engines, sampled(llama_engines)) == 0
+
+
 # ---- what a config may name ---------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.loop.running import Run, run
+from tests.loop.running import ROOT, Run, run
 
 pytestmark = pytest.mark.engine
 
@@ -63,3 +63,19 @@ def test_a_set_that_is_too_small_names_tokens_and_the_first_module_and_alerts(tm
     assert unequal[-1]["where"].startswith("not traced")
     alerts = [alert for alert in found.events("alert") if alert["kind"] == "alignment"]
     assert [(alert["step"], alert["state"]) for alert in alerts] == [(0, "opened")]
+
+
+SMALLEST = (
+    "[attention.kernel, attention.rope_fusion, norm.rmsnorm@rollout, gemm.accumulation:padded_native@rollout, "
+    "logprob.head_dtype:padded_native@rollout]"
+)
+
+
+def test_the_set_of_make_demo_aligned_is_exact_on_smollm2(tmp_path: Path) -> None:
+    assert SMALLEST.replace(" ", "") in (ROOT / "Makefile").read_text().replace(" ", "").replace("\\\n\t", "")
+    hooks = f"mismatch_hooks={{enabled: true, align: {SMALLEST}, ablate_every: 0, sinks: [jsonl]}}"
+    found = run("smollm2", tmp_path / "run", hooks, "steps=2", "task.max_response_tokens=24", "wandb.mode=disabled")
+    assert found.exit_code == 0, found.stderr
+    steps = [event["metrics"] for event in found.events("step")]
+    assert [(one["dlogp_max"], one["bitwise_fraction"], one["unequal_tokens"]) for one in steps] == [(0.0, 1.0, 0)] * 2
+    assert len(found.events("alignment")) == 1

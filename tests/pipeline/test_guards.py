@@ -277,6 +277,27 @@ def test_c13_placeholder_zeros_of_tool_tokens_are_blocked_by_position() -> None:
     )
 
 
+@pytest.mark.parametrize("value", [-1.0, -100.0, -0.25, -1e4])
+@pytest.mark.parametrize("side", ["rollout", "training"])
+def test_c13_placeholders_of_another_value_are_blocked_too(value: float, side: str) -> None:
+    filled = [*C13_ROLLOUT[:2], value, value, C13_ROLLOUT[4]]
+    rows = (filled, C13_TRAINING) if side == "rollout" else (C13_TRAINING, filled)
+    sentences = tripped(guard_input([sequence(rows[0])], [rows[1]]))
+    assert (
+        f"2 active tokens carry placeholder log-probs (one value, {value:.4f}) on {side}, first tokens 2–3 of sequence "
+        "0, where the other side has -3.0000; mask tokens out that were not sampled."
+    ) in sentences
+
+
+def test_c13_control_one_value_that_both_sides_have_or_that_is_nearly_0_is_no_placeholder() -> None:
+    confident, broken = [-1.1920929e-07] * 4, [-0.8, -0.9, -1.1, -1.2]
+    assert not any("one value" in said for said in tripped(guard_input([sequence(confident)], [broken])))
+    repeated = [-2.5, -2.5, -2.5, -2.5]
+    assert not any(
+        "one value" in said for said in tripped(guard_input([sequence(repeated)], [[-2.4, -2.6, -2.45, -2.55]]))
+    )
+
+
 def test_c13_control_with_the_loss_mask_it_is_quiet() -> None:
     masked = sequence(C13_ROLLOUT, mask=[True, True, False, False, True])
     assert tripped(guard_input([masked], [C13_TRAINING])) == ()

@@ -10,7 +10,10 @@ from mismatch_hooks.schema.capture import SamplingSettings
 
 def placeholder_logprobs(found: GuardInput) -> list[str]:
     copied = [] if found.aligned else _copied(found)
-    return copied or [*_exact_zeros(found, "rollout"), *_exact_zeros(found, "training")]
+    if copied:
+        return copied
+    looks = [(look, side) for side in ("rollout", "training") for look in (_exact_zeros, _one_value)]
+    return [sentence for look, side in looks for sentence in look(found, side)]
 
 
 def _copied(found: GuardInput) -> list[str]:
@@ -54,6 +57,35 @@ def _exact_zeros(found: GuardInput, side: str) -> list[str]:
         if value == 0.0 and other is not None and other < _SURELY_BELOW_ZERO
         if side == "training" or not _alone(found.sequences[index].sampling)
     ]
+    return _placeholders(places, side, "exact 0")
+
+
+def _one_value(found: GuardInput, side: str) -> list[str]:
+    """Neighbours with one and the same fp32 value on one side that the other side does not confirm for either.
+
+    Of two sampled tokens that happens by accident once in 10^7 (values near 1 nat are 10^-7 apart); a value of nearly 0
+    is common to all tokens that nobody doubts, and is none of these.
+    """
+    tokens = {
+        (index, position): (rollout, training) if side == "rollout" else (training, rollout)
+        for index, position, training, rollout in active(found)
+    }
+    placed = {
+        place: (own, other)
+        for place, (own, other) in tokens.items()
+        if own is not None and other is not None and own < _SURELY_BELOW_ZERO and abs(own - other) > _FAR
+    }
+    places = [
+        (index, position, other)
+        for (index, position), (own, other) in placed.items()
+        if any(placed.get((index, position + step), (None, 0.0))[0] == own for step in (-1, 1))
+    ]
+    if not places:
+        return []
+    return _placeholders(places, side, f"one value, {placed[places[0][:2]][0]:.4f}")
+
+
+def _placeholders(places: Sequence[tuple[int, int, float]], side: str, what: str) -> list[str]:
     if not places:
         return []
     index, first, other = places[0]
@@ -62,7 +94,7 @@ def _exact_zeros(found: GuardInput, side: str) -> list[str]:
         last += 1
     tokens = f"token {first}" if last == first else f"tokens {first}–{last}"
     return [
-        f"{len(places)} active tokens carry placeholder log-probs (exact 0) on {side}, first {tokens} of sequence "
+        f"{len(places)} active tokens carry placeholder log-probs ({what}) on {side}, first {tokens} of sequence "
         f"{index}, where the other side has {other:.4f}; mask tokens out that were not sampled."
     ]
 
@@ -76,6 +108,8 @@ def _alone(sampling: SamplingSettings) -> bool:
 # A side that gives a token the fp32 log-prob 0 gives all others below 6e-8 together; another side that gives them 1e-3
 # is ten nats of logit away, which no rounding is. A confident token may be 0 on one side and -1e-7 on the other.
 _SURELY_BELOW_ZERO = -1e-3
+# Nats between a value and what the other side has: ten times the mean mismatch of a run that calls for help.
+_FAR = 0.5
 
 
 # Fewer pairs than the first number line up by accident too often, and fewer than the second do so nearly: for unrelated

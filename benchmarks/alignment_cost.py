@@ -6,7 +6,7 @@ the figures are the median ratio with the smallest and the largest. Beside each 
 were not, to the bit, those of the trainer.
 
 Usage: python -m benchmarks.alignment_cost [--json] [--rounds 5] [--model smollm2|llama|qwen3|FOLDER]
-       [--contexts 256 1024 4096] [--threads 1 2]
+       [--contexts 256 1024 4096] [--threads 1 2] [--sets smallest "zero by construction"]
 """
 
 import argparse
@@ -50,6 +50,7 @@ SETS: dict[str, str | Sequence[str]] = {
     "logprob.head_dtype alone": ("logprob.head_dtype",),
     "zero by construction": CONSTRUCTED,
 }
+WHOLE = ("smallest", "zero by construction")
 
 
 @contextmanager
@@ -183,23 +184,24 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def child(model: str, context: int, rounds: int) -> dict[str, Any]:
-    """Every set on one model, in this process."""
+def child(model: str, context: int, rounds: int, names: Sequence[str]) -> dict[str, Any]:
+    """The named sets on one model, in this process; with a context those that are whole."""
     with both_engines(model, longest=max(256, context + 8)) as tiny:
         timed = Timed(tiny, context)
-        sets = {name: SETS[name] for name in SETS if not context or name in ("smallest", "zero by construction")}
         found = {}
-        for name, entries in sets.items():
-            found[name] = measure(timed, entries, rounds)
+        for name in names:
+            if context and name not in WHOLE:
+                continue
+            found[name] = measure(timed, SETS[name], rounds)
             print(f"  {name}: {json.dumps(found[name])}", file=sys.stderr, flush=True)
         return found
 
 
-def job(model: str, context: int, threads: int, rounds: int) -> dict[str, Any]:
+def job(model: str, context: int, threads: int, rounds: int, names: Sequence[str]) -> dict[str, Any]:
     """The same in a process of its own with its number of threads, which is read once, when torch starts."""
     command = [sys.executable, "-m", "benchmarks.alignment_cost", "--child", "--model", model, "--rounds", str(rounds)]
     done = subprocess.run(
-        [*command, "--contexts", str(context)],
+        [*command, "--contexts", str(context), "--sets", *names],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": str(threads), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
         stdout=subprocess.PIPE,
@@ -217,17 +219,18 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2", help="smollm2, llama or qwen3 (tiny, random), or a folder")
     parser.add_argument("--contexts", type=int, nargs="*", default=[256, 1024, 4096], help="tokens, on the tiny Llama")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of the model's own jobs")
+    parser.add_argument("--sets", nargs="+", default=list(SETS), choices=list(SETS), help="the smallest has to be one")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
-        print(json.dumps(child(given.model, given.contexts[0], given.rounds)))
+        print(json.dumps(child(given.model, given.contexts[0], given.rounds, given.sets)))
         return 0
     jobs = [(given.model, 0, threads) for threads in given.threads]
     jobs += [("llama", context, 1) for context in given.contexts]
     found = []
     for number, (model, context, threads) in enumerate(jobs, start=1):
         print(f"{number} of {len(jobs)}: {model}, context {context or 'mixed'}, {threads} threads", file=sys.stderr)
-        found.append(job(model, context, threads, given.rounds))
+        found.append(job(model, context, threads, given.rounds, given.sets))
         if not given.json:
             show(found[-1])
     head = found[0]["sets"]["smallest"]
